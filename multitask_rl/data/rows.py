@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import (
+    GeneratedRows,
     ReportedRows,
     Row,
     Rows,
@@ -203,8 +204,8 @@ def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
 
 
 def fingerprint(rows: Rows) -> str:
-    """Return a hash of the number of rows and of 64 of them, evenly spread."""
-    step = max(1, len(rows) // 64)
+    """Return a hash of all rows; of a generator, whose rows are slow to make, of their number and 64 rows."""
+    step = max(1, len(rows) // 64) if isinstance(rows, GeneratedRows) else 1
     digest = hashlib.blake2b(str(len(rows)).encode(), digest_size=8)
     for index in range(0, len(rows), step):
         digest.update(_canonical(rows[index]))

@@ -159,7 +159,7 @@ def build_parts(
         if worlds is not None:
             closing.callback(worlds.close)
         state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
-        run_id = store.resume(state, progress, config, guard)
+        run_id = store.resume(state, progress, config, plan.specs, guard)
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
         stages = sampling_stages(

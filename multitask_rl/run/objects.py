@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -62,10 +64,10 @@ def name_objects(
         for model_key, (_, list_key) in SHORT_FORMS.items():
             if model_key in task:
                 task[model_key] = _plain_plugin(task[model_key], directory)
+            if callable(task.get(list_key)):
+                task[list_key] = [task[list_key]]
             if isinstance(task.get(list_key), (list, tuple)):
-                task[list_key] = [_plain_plugin(item, directory) for item in task[list_key]]
-            elif callable(task.get(list_key)):
-                task[list_key] = [_plain_plugin(task[list_key], directory)]
+                task[list_key] = _plain_plugins(task[list_key], directory)
         if not isinstance(task.get("dataset", ""), (str, Path)):
             splits[name] = rows_of(task.pop("dataset"), f"tasks.{name}.dataset")
         if not isinstance(task.get("eval_dataset", ""), (str, Path)):
@@ -100,6 +102,19 @@ def _by_name(tasks: Any) -> dict[str, Any]:
     if not isinstance(tasks, Mapping):
         raise ConfigError(f"tasks: expected a mapping name -> task or a list of tasks, got {tasks!r}")
     return dict(tasks)
+
+
+def _plain_plugins(items: Sequence[Any], directory: Path) -> list[Any]:
+    """Return ``items`` with names in place of objects; objects of one name are numbered."""
+    plain: list[Any] = []
+    names: list[str] = []
+    for item in items:
+        plain.append(_plain_plugin(item, directory))
+        if isinstance(plain[-1], str):
+            names.append(plain[-1].rpartition(":")[2])
+            if (number := names.count(names[-1])) > 1 and not isinstance(item, str):
+                plain[-1] = {"plugin": plain[-1], "name": f"{names[-1]}_{number}"}
+    return plain
 
 
 def _plain_plugin(item: Any, directory: Path) -> Any:
@@ -142,17 +157,49 @@ def plugin_reference(value: Any, directory: Path) -> str:
             if module is not None and is_script:
                 cloudpickle.register_pickle_by_value(module)
                 undo.callback(cloudpickle.unregister_pickle_by_value, module)
-            content = cloudpickle.dumps(value)
+            content, digest = cloudpickle.dumps(value), _digest(value)
     except Exception as error:
         raise PluginError(
             f"{label!r} cannot be sent to a worker process: pickling it failed with {type(error).__name__}: "
             f"{error}. Define it in a module of its own, or build what it holds inside it"
         ) from error
     # named by content: a resumed run with another function does not change what the run used before
-    digest = hashlib.blake2b(content, digest_size=4).hexdigest()
     with path_errors("output_dir", directory, "another with output_dir=PATH"):
         directory.mkdir(parents=True, exist_ok=True)
         file = directory / f"{label}_{digest}.py"
-        file.with_suffix(".pkl").write_bytes(content)
-        file.write_text(_LOADER.format(name=label), encoding="utf-8")
+        if not file.exists():  # workers of another run may read it
+            file.with_suffix(".pkl").write_bytes(content)
+            file.write_text(_LOADER.format(name=label), encoding="utf-8")
     return f"{file.resolve()}:{label}"
+
+
+class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles a value to the same bytes in every process, which ``cloudpickle`` does not.
+
+    Left out: where code stands, and the random number of a class. The items of sets are sorted.
+    """
+
+    def persistent_id(self, value: Any) -> Any:
+        """Return what stands for code and sets; None for other values."""
+        if isinstance(value, CodeType):
+            names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
+            counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
+            return value.co_code, *names, *counts, list(value.co_consts)
+        if isinstance(value, (set, frozenset)):
+            return type(value).__name__, sorted(_digest(item) for item in value)
+        return None
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return the parts of a class without its random number."""
+        parts = super().reducer_override(value)
+        if isinstance(value, type) and isinstance(parts, tuple):
+            kept = tuple(part for part in parts[1] if not isinstance(part, str) or part == value.__name__)
+            return parts[0], kept, *parts[2:]
+        return parts
+
+
+def _digest(value: Any) -> str:
+    """Return a hash of what ``value`` does, the same in every process."""
+    file = io.BytesIO()
+    _DigestPickler(file).dump(value)
+    return hashlib.blake2b(file.getvalue(), digest_size=4).hexdigest()

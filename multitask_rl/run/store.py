@@ -160,7 +160,12 @@ class RunStore:
         return reference
 
     def resume(
-        self, state: RunState, progress: RunProgress, config: RunConfig, guard: Guard | None
+        self,
+        state: RunState,
+        progress: RunProgress,
+        config: RunConfig,
+        specs: Mapping[str, TaskSpec],
+        guard: Guard | None,
     ) -> str | None:
         """Restore the checkpoint, if any; return the trackers' identity if it belongs to this run.
 
@@ -177,12 +182,12 @@ class RunStore:
                 self.checkpoints.set_aside_after(-1)
                 set_records_aside(self._output_dir)
             return None
-        changed = self._changed(config) if track else {}
+        changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
         if changed:
-            told = ", ".join(f"{key}: {old!r} -> {new!r}" for key, (old, new) in changed.items())
+            told = ", ".join(f"{key}: {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
             reason = f"resumed with other settings: {told}"
             self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
         if is_other:
@@ -203,10 +208,10 @@ class RunStore:
         self._found = None
         return None if run_id is None else str(run_id)
 
-    def _changed(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    def _changed(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, tuple[Any, Any]]:
         """Return the changed settings, without secrets: key -> (before, now)."""
-        old = dict(dotted(redact(self.read_config())))
-        new = dict(dotted(redact(json.loads(json.dumps(dataclasses.asdict(config))))))
+        old = dict(dotted(self.read_config()))
+        new = dict(dotted(_resolved(config, specs)))
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
         model = "model.name_or_path"
@@ -217,8 +222,9 @@ class RunStore:
                 "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
                 "another name, correct config.yaml there"
             )
+        places = {f"tasks.{name}.source" for name in specs}
         differing = (key for key, value in new.items() if old.get(key, value) != value)
-        return {key: (old.get(key), new[key]) for key in differing if key not in _MAY_DIFFER}
+        return {key: (old.get(key), new[key]) for key in differing if key not in {*_MAY_DIFFER, *places}}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
         """Write a checkpoint, with the lengths of the run's records."""
@@ -259,12 +265,23 @@ class RunStore:
                 raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")
             logger.info("%s", said)
             return self.read_config()
-        resolved = dataclasses.asdict(config)
-        resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
-        plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
+        plain = _resolved(config, specs)
         text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
             aside = self._output_dir / ".writing_config.yaml"
             aside.write_text(text, encoding="utf-8")
             aside.replace(self._output_dir / "config.yaml")
         return plain
+
+
+def _resolved(config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
+    """Return the whole configuration with its tasks as JSON data, without secrets."""
+    resolved = dataclasses.asdict(config)
+    resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
+    plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
+    return plain
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -15,7 +15,7 @@ from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row
 from multitask_rl.data.render import render_answer
-from multitask_rl.data.rows import row_id
+from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
@@ -80,6 +80,7 @@ class TaskState:
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
+            "held_out": fingerprint(self.eval_rows),
             "refused_values": self.metrics.state_dict(),
             **({"anchor": asdict(self.anchor)} if self.spec.kind == "anchor" else {}),
         }
@@ -101,6 +102,12 @@ class TaskState:
         if self.stream and state["stream"]:
             self.stream.load_state_dict(state["stream"])
         self.num_overlong = state["num_overlong"]
+        if (now := fingerprint(self.eval_rows)) != state.get("held_out", now):
+            logger.warning(
+                "the held-out rows of task %r changed since the checkpoint: values before and after are of "
+                "other prompts",
+                name,
+            )
         self.metrics.load_state_dict(state.get("refused_values", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()

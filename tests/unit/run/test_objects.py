@@ -3,6 +3,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -47,6 +48,32 @@ def test_functions_are_named_and_what_no_worker_can_import_is_pickled(tmp_path: 
         plugin_reference(lambda response, lock=LOCK: 0.0, tmp_path)
     with pytest.raises(PluginError, match="a reward or constraint is a name, a function"):
         plugin_reference(3, tmp_path)
+
+
+SCRIPT = """
+LETTERS = set({letters})
+class Judge:
+    limit = {limit}
+    def score(self, rollouts):
+        return [sum(c in LETTERS for c in r.response) < self.limit for r in rollouts]
+def among(ends):
+    return lambda response: response in ends
+"""
+
+
+def test_an_object_keeps_its_name_where_a_script_is_started_again(tmp_path: Path) -> None:
+    def names(letters: list[int], limit: int = 1, moved: str = "") -> list[str]:
+        script: dict[str, Any] = {"__name__": "__main__"}
+        exec(moved + SCRIPT.format(letters=letters, limit=limit), script)
+        values = [script["Judge"](), script["among"](frozenset(letters)), script["among"]]
+        return [plugin_reference(value, tmp_path) for value in values]
+
+    first = names([0, 8])  # a set of 0 and 8 gives them in the order they were added
+    assert first == names([8, 0], moved="# a comment\n" * 5)
+    judge, reward, maker = names([0, 8], limit=2)
+    assert judge != first[0]
+    assert [reward, maker] == first[1:]
+    assert names([0, 9])[1] != first[1]
 
 
 @pytest.mark.parametrize(
