@@ -32,6 +32,7 @@ _COMMANDS = {
     "report": ("cli.comparison:main_report", "RUN [--html FILE]: summary of one run"),
     "watch": ("cli.watch:main", "RUN [--open]: the same page in the browser, live while the run goes on"),
     "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),
+    "submit": ("cli.submit:main", "RECIPE key=value...: train on a cluster (Slurm, KubeRay, ray up)"),
     "bench": ("cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
     "sandbox corpus": ("sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
     "doctor": ("cli.doctor:main", "show what is installed and what works, with a command for each fault"),

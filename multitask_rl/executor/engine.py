@@ -55,6 +55,11 @@ class RayEngine(RolloutEngine):
         def make(index: int) -> EngineReplica:
             from transformers import AutoModelForCausalLM
 
+            if not directory.is_dir():
+                raise EngineError(
+                    f"the node of rollout replica {index} does not see {directory}; output_dir must lie on a "
+                    "file system that all nodes of the cluster share"
+                )
             model = AutoModelForCausalLM.from_pretrained(
                 directory, dtype="auto", attn_implementation=attention
             )
