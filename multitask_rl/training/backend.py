@@ -39,8 +39,8 @@ class CreditedSample:
     has_gradient: bool = True
     """False: the loss does not depend on the sample; the sample only counts in the denominator."""
     fraction: float = 1.0
-    """Its share of the tokens of its rollout: below 1 where an episode is several samples, which together
-    count as one."""
+    """Its share of the tokens of its rollout that count in the loss: below 1 where an episode is several
+    samples, which together count as one."""
 
     @property
     def num_choices(self) -> int:

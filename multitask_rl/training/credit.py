@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -140,6 +141,10 @@ class CreditAssigner:
         has_gradient = [not may_skip or bool(own.any()) for own in advantages]
         if choices is not None:
             has_gradient = [h and bool(own.any()) for h, own in zip(has_gradient, choices, strict=True)]
+        in_loss = [int(own.sum()) for own in choices] if choices else [len(p.response_ids) for p in parts]
+        whole: Counter[int] = Counter()
+        for (sample, _), number in zip(whole_and_parts, in_loss, strict=True):
+            whole[id(sample)] += number
         return [
             CreditedSample(
                 sample=part,
@@ -150,7 +155,9 @@ class CreditAssigner:
                 returns=returns[i] if returns else None,
                 choices=choices[i] if choices else None,
                 has_gradient=has_gradient[i],
-                fraction=len(part.response_ids) / len(sample.response_ids),
+                fraction=in_loss[i] / whole[id(sample)]
+                if whole[id(sample)]
+                else len(part.response_ids) / len(sample.response_ids),
             )
             for i, (sample, part) in enumerate(whole_and_parts)
         ], metrics

@@ -120,7 +120,7 @@ class Learner:
             num_samples, num_tokens = counts[c.sample.task]
             denominator = {
                 "token": num_tokens,
-                "sequence": num_samples * c.num_choices / c.fraction,
+                "sequence": num_samples * c.num_choices / (c.fraction or 1.0),
                 "constant": num_samples * c.sample.scored.rollout.max_response_tokens,
             }[task.algorithm.config.aggregation]
             weights.append(shares.get(c.sample.task, 0.0) * task.spec.loss_weight / max(denominator, 1))

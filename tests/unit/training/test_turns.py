@@ -1,5 +1,6 @@
 """Samples of many turns: the learner against a loop over the sampled tokens that shares no code with it."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from learner_benches import Bench, RanksBench, moments, relative_difference
-from model_builders import build_actor, sample_scored
+from model_builders import VOCABULARY, build_actor, sample_scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.config.task import KLSpec
@@ -15,6 +16,8 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import SamplingParams, Turn
+from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.microbatch import build_microbatches
 
 ON_POLICY = [
@@ -45,15 +48,58 @@ def as_episodes(scored, *, forks=False, seed=0):
     return episodes
 
 
+CHOICES = ["ab", "abba", "cab=", "+1-1", "7"]
+
+
+def under_grammar(task, *, forks=False, groups=3):
+    """Sample episodes whose every answer is one of ``CHOICES``, perhaps cut, between tokens of a world."""
+    actor, rng = build_actor(), random.Random(3)
+    engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0, grammars=lambda: actor.grammars)
+    episodes = sample_scored(actor, task, groups=groups)
+    for one in episodes:
+        rollout = one.rollout
+        rollout.response_ids, rollout.rollout_logprobs, rollout.turns = [], [], []
+        rollout.token_limit = 64
+        rollout.sampling = SamplingParams(max_new_tokens=4, grammar=json.dumps({"choices": CHOICES}))
+        context = list(rollout.prompt.prompt_ids)
+        for number in range(rng.randint(2, 3) if forks else rng.randint(1, 3)):
+            turn = Turn(num_tokens=0)
+            if number and forks and rng.random() < 0.6:
+                turn.context_ids = context = [rng.randrange(2, 20) for _ in range(5)]
+            elif number:
+                turn.given_ids = [rng.randrange(30, len(VOCABULARY)) for _ in range(rng.randint(1, 4))]
+                context = context + turn.given_ids
+            request = GenerationRequest(
+                prompt_ids=context, sampling=rollout.sampling, seeds=[rng.randrange(2**60)]
+            )
+            ((answer,),) = engine.generate([request])
+            turn.num_tokens = len(answer.response_ids)
+            context = context + answer.response_ids
+            rollout.turns.append(turn)
+            rollout.response_ids += answer.response_ids
+            rollout.rollout_logprobs += answer.rollout_logprobs
+    return episodes
+
+
+def allowed_after(written):
+    """Return the tokens that lead on to one of ``CHOICES``, whose every character is a token, or end it."""
+    text = "".join(VOCABULARY[i] for i in written)
+    following = {c[len(text)] for c in CHOICES if c.startswith(text) and c != text}
+    return [1] * (text in CHOICES) + sorted(map(VOCABULARY.index, following))
+
+
 def contexts(sample):
-    """Yield every sampled token with all tokens before it."""
+    """Yield every sampled token with all tokens before it and those that were allowed in its place."""
     tokens, answers = list(sample.prompt_ids), iter(sample.response_ids)
     for turn in sample.turns:
         tokens = list(turn.context_ids) if turn.context_ids is not None else tokens + turn.given_ids
+        written = []
         for _ in range(turn.num_tokens):
             token = next(answers)
-            yield list(tokens), token
+            has_grammar = bool(sample.scored.rollout.sampling.grammar)
+            yield list(tokens), token, allowed_after(written) if has_grammar else list(range(len(VOCABULARY)))
             tokens.append(token)
+            written.append(token)
 
 
 def naive_gradient(bench, task, shares):
@@ -63,12 +109,15 @@ def naive_gradient(bench, task, shares):
     for parameter in [*actor.model.parameters(), *bench.critic.parameters()]:
         parameter.grad = None
     own = [c for c in bench.credited if c.sample.task == task]
-    logprobs, entropy, values, ref, sequence = [], [], [], [], []
+    logprobs, entropy, values, ref, sequence, counts = [], [], [], [], [], []
     for number, c in enumerate(own):
-        for before, token in contexts(c.sample):
+        for before, token, allowed in contexts(c.sample):
             out = actor.model(torch.tensor([before]), output_hidden_states=True)
-            distribution = torch.distributions.Categorical(logits=out.logits[0, -1])
-            logprobs.append(distribution.log_prob(torch.tensor(token)))
+            distribution = torch.distributions.Categorical(logits=out.logits[0, -1, allowed])
+            place = allowed.index(token)
+            logprobs.append(distribution.log_prob(torch.tensor(place)))
+            # a forced token counts for a critic alone
+            counts.append(len(allowed) > 1 or algorithm.needs_critic)
             entropy.append(distribution.entropy())
             if algorithm.needs_critic:
                 trunk = bench.critic.trunk
@@ -76,22 +125,25 @@ def naive_gradient(bench, task, shares):
                 values.append(bench.critic.values(task, read.hidden_states[-1][0, -1:])[0])
             if reference is not None:
                 with torch.no_grad():
-                    ref.append(reference(torch.tensor([before])).logits[0, -1].log_softmax(-1)[token])
+                    other = reference(torch.tensor([before])).logits[0, -1, allowed]
+                    ref.append(other.log_softmax(-1)[place])
             sequence.append(number)
     if spec.kl.coefficient:
         wanted = torch.cat([c.ref_logprobs for c in own])
         torch.testing.assert_close(torch.stack(ref), wanted, rtol=1e-4, atol=1e-5)
-    stack = torch.stack(logprobs)
+    kept = torch.tensor(counts)
+    stack = torch.stack(logprobs)[kept]
     rollout = [x for c in own for x in c.sample.rollout_logprobs]
+    sequence = torch.tensor(sequence)[kept]
     batch = TokenBatch(
         logprobs=stack,
         old_logprobs=stack.detach(),
-        advantages=torch.cat([c.advantages for c in own]),
-        sequence=torch.tensor(sequence),
+        advantages=torch.cat([c.advantages for c in own])[kept],
+        sequence=sequence,
         num_sequences=len(own),
-        rollout_logprobs=torch.tensor(rollout),
-        ref_logprobs=torch.stack(ref) if spec.kl.coefficient else None,
-        entropy=torch.stack(entropy) if algorithm.config.entropy_coefficient else None,
+        rollout_logprobs=torch.tensor(rollout)[kept],
+        ref_logprobs=torch.stack(ref)[kept] if spec.kl.coefficient else None,
+        entropy=torch.stack(entropy)[kept] if algorithm.config.entropy_coefficient else None,
         values=torch.stack(values) if values else None,
         old_values=torch.cat([c.old_values for c in own]) if values else None,
         returns=torch.cat([c.returns for c in own]) if values else None,
@@ -101,18 +153,18 @@ def naive_gradient(bench, task, shares):
     loss = algorithm.loss(batch).loss
     rollouts = {id(c.sample.scored) for c in own}
     whole = {
-        key: sum(len(c.sample.response_ids) for c in own if id(c.sample.scored) == key) for key in rollouts
+        key: sum(int((sequence == i).sum()) for i, c in enumerate(own) if id(c.sample.scored) == key)
+        for key in rollouts
     }
-    total, start = torch.zeros(()), 0
-    for c in own:
-        part = loss[start : start + len(c.sample.response_ids)]
-        start += len(part)
+    total = torch.zeros(())
+    for number, c in enumerate(own):
+        part = loss[sequence == number]
         denominator = {
             "token": sum(whole.values()),
             "sequence": len(rollouts) * whole[id(c.sample.scored)],
             "constant": len(rollouts) * c.sample.scored.rollout.token_limit,
         }[algorithm.config.aggregation]
-        total = total + shares * part.sum() / denominator
+        total = total + shares * part.sum() / max(denominator, 1)
     total.backward()
     named = [*actor.model.named_parameters(), *bench.critic.named_parameters()]
     return {n: p.grad.clone() for n, p in named if p.grad is not None}
@@ -130,14 +182,22 @@ def bench_of(kind, **settings):
     return bench
 
 
-@pytest.mark.parametrize("forks", [False, True])
-@pytest.mark.parametrize("kind", ON_POLICY)
-def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, forks):
+@pytest.mark.parametrize(
+    ("kind", "forks", "has_grammar"),
+    [*((k, True, g) for k in ON_POLICY for g in (False, True)), ("ppo", False, False), ("grpo", False, True)],
+)
+def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, forks, has_grammar):
     task = "a" if kind == "ppo" else "b"
-    episodes = as_episodes(sample_scored(build_actor(), task, groups=3), forks=forks)
+    episodes = (
+        under_grammar(task, forks=forks, groups=2)
+        if has_grammar
+        else as_episodes(sample_scored(build_actor(), task, groups=3), forks=forks)
+    )
     bench = bench_of(kind)
     bench.update(episodes, {task: 1.0})
     assert len(bench.credited) > len(episodes) if forks else len(bench.credited) == len(episodes)
+    if has_grammar and kind != "ppo":
+        assert not all(c.choices.all() for c in bench.credited)
     assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
 
 
@@ -189,7 +249,7 @@ def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_con
     loss, number = torch.zeros(()), 0
     for sample in (c.sample for c in bench.credited):
         assert sample.prompt_ids[0] in range(40, 45)
-        for before, token in contexts(sample):
+        for before, token, _ in contexts(sample):
             assert before[0] == sample.prompt_ids[0]
             own = actor(torch.tensor([before])).logits[0, -1].log_softmax(-1)
             with torch.no_grad():
@@ -203,18 +263,21 @@ def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_con
 
 
 @pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["ppo", "grpo"])
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "grpo under a grammar"])
 def test_every_layout_has_the_gradient_of_the_loop(kind, layout, tokens):
+    kind, _, has_grammar = kind.partition(" under ")
     task = "a" if kind == "ppo" else "b"
     episodes = as_episodes(sample_scored(build_actor(), task, groups=3), forks=True)
+    if has_grammar:
+        episodes = under_grammar(task, forks=True)
     bench = bench_of(kind, layout=layout, tokens=tokens)
     bench.update(episodes, {task: 1.0})
     assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_the_samples_of_a_forked_episode_count_as_one(aggregation):
-    episodes = as_episodes(sample_scored(build_actor(), "b", groups=3), forks=True)
+def test_the_samples_of_a_forked_episode_count_as_one_by_their_tokens_in_the_loss(aggregation):
+    episodes = under_grammar("b", forks=True)
     bench = bench_of("grpo")
     bench.algorithms["b"].config.aggregation = aggregation
     bench.update(episodes, {"b": 1.0})
@@ -223,7 +286,9 @@ def test_the_samples_of_a_forked_episode_count_as_one(aggregation):
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_ranks_have_the_gradient_of_one_process(context):
-    episodes = as_episodes(sample_scored(build_actor(), "ab", groups=3), forks=True)
+    episodes = under_grammar("ab", forks=True)
+    if context == 2:
+        episodes = as_episodes(sample_scored(build_actor(), "ab", groups=3), forks=True)
     alone, ranks = Bench(), RanksBench(num_ranks=2, context=context)
     try:
         alone.update(episodes)
