@@ -83,6 +83,7 @@ def test_an_assignment_as_in_the_reference_ends_in_transformers_before_this_pack
     config = AutoConfig.from_pretrained(tmp_path)
     scale_rope(config, LINEAR)
     AutoModelForCausalLM.from_pretrained(tmp_path, config=config).save_pretrained(tmp_path / "scaled")
+    build_tokenizer().save_pretrained(tmp_path / "scaled")
     assert load_actor(ModelConfig(name_or_path=str(tmp_path / "scaled")), "cpu").max_length == (
         4 * build_model().config.max_position_embeddings
     )
