@@ -17,7 +17,7 @@ from multitask_rl.boundary.printable import one_line, redact_text
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
 
-_COMMANDS = {
+COMMANDS = {
     "train": ("cli.train:train", "train: key=value overrides, --multirun for sweeps"),
     "eval": (
         "cli.evaluation:main",
@@ -34,8 +34,19 @@ _COMMANDS = {
     "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),
     "submit": ("cli.submit:main", "RECIPE key=value...: train on a cluster (Slurm, KubeRay, ray up)"),
     "bench": ("cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),
+    "completion": (
+        "cli.completion:main",
+        "bash | zsh | fish: a script that completes commands, options, keys",
+    ),
     "sandbox corpus": ("sandbox.corpus:main", "MANIFEST: run hostile programs in the sandbox"),
-    "doctor": ("cli.doctor:main", "show what is installed and what works, with a command for each fault"),
+    "init": (
+        "cli.init:main",
+        "[DIR] [--model M] [--tasks A,B]: write a project that runs, fitted to this machine",
+    ),
+    "doctor": (
+        "cli.doctor:main",
+        "what is installed and works; doctor FILE: memory, disk and time of a run before it begins",
+    ),
 }
 """Name -> function in ``multitask_rl``, help."""
 
@@ -53,9 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
     if not arguments or arguments[0] in ("-h", "--help"):
-        width = max(map(len, _COMMANDS))
+        width = max(map(len, COMMANDS))
         print("usage: multitask-rl <command> [arguments]\n\ncommands:")
-        print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in _COMMANDS.items()))
+        print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()))
         print(f"\n{_OPTIONS}")
         return 0 if arguments else 2
     if arguments[0] == "--version":
@@ -79,13 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(arguments: list[str]) -> int:
     """Run the command that ``arguments`` begin with; return its exit code. Errors are raised."""
-    words = 2 if " ".join(arguments[:2]) in _COMMANDS else 1
+    words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name = " ".join(arguments[:words])
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         raise ConfigError(
-            f"unknown command {name!r}{suggest(name, _COMMANDS)} (commands: {', '.join(_COMMANDS)})"
+            f"unknown command {name!r}{suggest(name, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
-    command = pkgutil.resolve_name(f"multitask_rl.{_COMMANDS[name][0]}")
+    command = pkgutil.resolve_name(f"multitask_rl.{COMMANDS[name][0]}")
     return command(arguments[words:]) or 0
 
 

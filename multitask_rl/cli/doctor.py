@@ -1,11 +1,11 @@
-"""Show what is installed and what works, with a command for each fault.
+"""Show what is installed and what works; with a tasks file, what a run of it will need.
 
-Versions come from package metadata. Of the heavy libraries only torch is imported, to count devices.
+Versions come from package metadata. Of the heavy libraries only torch is imported, to count devices. With a
+file, memory, disk and seconds of a step are estimated before a run: nothing is trained or written.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import platform
@@ -13,9 +13,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from multitask_rl.cli.train import compose_and_run
+from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
 
+_USAGE = """\
+usage: multitask-rl doctor
+       multitask-rl doctor [FILE] [key=value ...]     keys as for train: model.name_or_path, ..."""
 _REQUIRED = ("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich")
 _EXTRAS = {
     "mlflow": ("mlflow",),
@@ -41,9 +46,18 @@ class Diagnosis:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the findings; 1 if something required is broken."""
-    parser = argparse.ArgumentParser(prog="multitask-rl doctor", description=__doc__)
-    parser.parse_args(arguments)
+    """Print the findings; 1 if something required is broken, or a run would not fit."""
+    if {"-h", "--help"} & set(arguments):
+        print(f"{_USAGE}\n\n{__doc__}")
+        return 0
+    if arguments:
+        from multitask_rl.cli.foretell import foretell  # heavy: torch, transformers
+
+        file = [] if "=" in arguments[0] or arguments[0][:1] in "-+" else [f"tasks_file={arguments[0]}"]
+        fits: list[bool] = []
+        given = [*file, *arguments[len(file) :]]
+        compose_and_run(given, "doctor", lambda config: fits.append(foretell(config)))
+        return 0 if all(fits) else 1
     findings = list(examine())
     width = max(len(f.name) for f in findings)
     for finding in findings:
@@ -93,8 +107,6 @@ def examine() -> Iterator[Diagnosis]:
     if importlib.util.find_spec("torch") is None:
         yield Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
     else:
-        from multitask_rl.config.devices import count_cuda_devices
-
         number = count_cuda_devices()
         yield Diagnosis("devices", "ok", f"{number} CUDA device(s)" if number else "cpu only")
     from multitask_rl.sandbox.doctor import report

@@ -23,6 +23,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import GUARDS, load_plugin
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.rollout.snapshot import SnapshotFactory
+from multitask_rl.run.estimate import disk_text, estimate_disk, free_bytes
 from multitask_rl.run.plan import RunPlan, reach_warning
 from multitask_rl.run.profiling import StepProfiler
 from multitask_rl.run.state import RunProgress, RunState
@@ -78,6 +79,15 @@ class RunParts:
         """End the trackers with ``status`` (``finished``, ``stopped``, ``failed``); close all. Idempotent."""
         with self.closing as last:
             last.callback(self.trackers.finish, status)
+
+
+def _tell_disk(plan: RunPlan, actor: Actor) -> None:
+    """Log what the run will write; warn if the disk has no room for it."""
+    parameters = sum(p.numel() for p in actor.model.parameters())
+    trainable = sum(p.numel() for p in actor.trainable_parameters())
+    disk = estimate_disk(plan, parameters, trainable, plan.config.rollout.max_new_tokens)
+    has_room = disk["total"] <= free_bytes(plan.output_dir)
+    logger.log(logging.INFO if has_room else logging.WARNING, "disk: %s", disk_text(plan.config, disk))
 
 
 def build_parts(
@@ -220,6 +230,7 @@ def build_parts(
             trackers.start(store.write_config(config, plan.specs), store.resumed_at)
             supervisor.note(store.events)
             logger.info("%s", plan.describe())
+            _tell_disk(plan, actor)
         return RunParts(
             store=store,
             state=state,

@@ -36,6 +36,8 @@ COMMANDS = [
     "rescore",
     "bench",
     "sandbox corpus",
+    "init",
+    "completion",
     "doctor",
 ]
 

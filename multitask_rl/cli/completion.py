@@ -1,0 +1,142 @@
+"""Print a script that completes commands, options and configuration keys in a shell.
+
+    source <(multitask-rl completion bash)      # zsh: the same; fish: multitask-rl completion fish | source
+
+Put the line into the shell's start file. Commands and options come from the help of each command, keys from
+the configuration: print the script again after an update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from multitask_rl.cli import COMMANDS, run_command
+from multitask_rl.config.editor_schemas import run_schema
+from multitask_rl.plugins import GUARDS, ROLLOUT_ENGINES, SCHEDULERS, list_plugins
+from multitask_rl.testing.scaffold import KINDS
+
+SHELLS = ("bash", "zsh", "fish")
+SECOND = {
+    "tasks": ("validate", "show", "schema"),
+    "plugins": ("list", "check", "new"),
+    "plugins new": tuple(KINDS),
+    "sandbox": ("corpus",),
+    "completion": SHELLS,
+}
+"""Words -> the words that may follow."""
+WITH_KEYS = ("train", "eval", "bench", "doctor")
+"""Commands that take keys of the configuration."""
+_NAMES = {"scheduler.policy": SCHEDULERS, "guard.plugin": GUARDS, "rollout.engine": ROLLOUT_ENGINES}
+
+_BASH = """\
+_multitask_rl() {
+    local line="${COMP_LINE:0:COMP_POINT}" cur words before
+    cur="${line##* }"
+    before="${line% *}"
+    before="${before#*multitask-rl}"
+    words="$(_multitask_rl_words $before)"
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    [[ "$cur" == *=* && "$COMP_WORDBREAKS" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${cur%%=*}="}")
+    [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
+_multitask_rl_words() {
+    case "$1 $2" in
+PAIRS
+    *) case "$1" in
+SINGLE
+        "") echo "FIRST" ;;
+        esac ;;
+    esac
+}
+complete -o default -F _multitask_rl multitask-rl
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the script of a shell."""
+    parser = argparse.ArgumentParser(
+        prog="multitask-rl completion",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    shell = parser.parse_args(arguments).shell
+    words = completions()
+    if shell == "fish":
+        print(_fish(words))
+        return 0
+    if shell == "zsh":
+        print("autoload -U +X bashcompinit && bashcompinit")
+    pairs = {before: own for before, own in words.items() if " " in before}
+    single = {before: own for before, own in words.items() if before and before not in pairs}
+    script = _BASH.replace("PAIRS", _cases(pairs, 4)).replace("SINGLE", _cases(single, 8))
+    print(script.replace("FIRST", " ".join(words[""])), end="")
+    return 0
+
+
+def completions() -> dict[str, list[str]]:
+    """Return what may follow, by the words before it: "" (commands), ``train``, ``tasks validate``, ..."""
+    names = [name for name in COMMANDS if " " not in name]
+    words: dict[str, list[str]] = {"": [*names, "sandbox", "--help", "--version", "--debug"]}
+    for name in names:
+        words[name] = [*SECOND.get(name, ()), *_options(name)]
+    for name, following in SECOND.items():
+        for second in following if name in ("tasks", "plugins") else ():
+            words[f"{name} {second}"] = [*SECOND.get(f"{name} {second}", ()), *_options(f"{name} {second}")]
+    words["sandbox"] = ["corpus"]
+    words["sandbox corpus"] = _options("sandbox corpus")
+    keys = _keys()
+    for name in WITH_KEYS:
+        words[name] += keys
+    return words
+
+
+def _options(command: str) -> list[str]:
+    """Return the long options that the help of ``command`` names."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        run_command([*command.split(), "--help"])
+    return sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", told.getvalue())) | {"--help"})
+
+
+def _keys() -> list[str]:
+    """Return every key as ``key=``, and ``key=value`` where the values are few."""
+    found = list[str]()
+
+    def collect(schema: Mapping[str, Any], prefix: str) -> None:
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and prefix not in ("tasks.",):
+            for name, own in properties.items():
+                if not prefix and name in ("defaults", "hydra"):
+                    continue
+                collect(own, f"{prefix}{name}.")
+            return
+        key = prefix.removesuffix(".")
+        kind: Any = (schema.get("anyOf") or [schema])[0]  # a reference is allowed beside it
+        choices = ["true", "false"] if kind.get("type") == "boolean" else kind.get("enum", [])
+        if key in _NAMES:
+            choices = [info.name for info in list_plugins(_NAMES[key])]
+        found.extend(f"{key}={choice}" for choice in [c for c in choices if c] or [""])
+
+    collect(run_schema(), "")
+    return found
+
+
+def _cases(words: Mapping[str, Sequence[str]], indent: int) -> str:
+    return "\n".join(f'{" " * indent}"{before}") echo "{" ".join(own)}" ;;' for before, own in words.items())
+
+
+def _fish(words: Mapping[str, Sequence[str]]) -> str:
+    lines = ["complete -c multitask-rl -n __fish_use_subcommand -f -a '" + " ".join(words[""]) + "'"]
+    for before, own in words.items():
+        if not before:
+            continue
+        seen = " ".join(f"; and __fish_seen_subcommand_from {word}" for word in before.split())
+        lines.append(f"complete -c multitask-rl -n '{seen[6:]}' -a '{' '.join(own)}'")
+    return "\n".join(lines)

@@ -1,0 +1,50 @@
+"""What a run will need, printed before it begins: memory, disk, seconds of a step (``doctor FILE``)."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from multitask_rl.config.devices import count_cuda_devices
+from multitask_rl.config.run import RunConfig
+from multitask_rl.run import estimate
+from multitask_rl.run.plan import plan_run
+
+
+def foretell(config: RunConfig) -> bool:
+    """Print what a run of ``config`` will need; whether memory and disk have room for it."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="multitask_rl_doctor_") as folder:
+        plan = plan_run(replace(config, output_dir=folder))
+    shape = estimate.read_shape(config.model)
+    trust = config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path, trust_remote_code=trust)
+    work = estimate.step_workload(plan, tokenizer)
+    device = plan.devices.get("actor", "") or ("cuda" if count_cuda_devices() else "cpu")
+    print(plan.describe())
+    millions, trained = shape.parameters / 1e6, shape.trainable / 1e6
+    print(f"model: {millions:,.1f} M parameters, {trained:,.1f} M trained, on {device}")
+    print(
+        f"a step: {work.samples:.0f} responses of at most {work.new_tokens:.0f} tokens to {work.prompts:.0f} "
+        f"prompts of {work.prompt_tokens:.0f} (means); shorter responses need less of all that follows"
+    )
+    memory = estimate.estimate_memory(plan, shape, work)
+    peak, room = memory.pop("peak"), estimate.free_memory(device)
+    print(f"memory: {estimate.in_units(peak)} beside Python and its libraries ({estimate.sizes(memory)})")
+    has_memory = peak <= room
+    verdict = "enough" if has_memory else f"TOO LITTLE; {estimate.smaller(config, memory)}"
+    print(f"        {estimate.in_units(room)} are free on {device}: {verdict}")
+    disk = estimate.estimate_disk(
+        plan, shape.parameters, shape.trainable, work.prompt_tokens + work.new_tokens
+    )
+    print(f"disk:   {estimate.disk_text(config, disk)}")
+    seconds = estimate.measure_step(plan, shape, work)
+    step = sum(seconds.values())
+    stages = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+    print(
+        f"time:   {step:.2g} s a step ({stages}), {estimate.duration(step * config.max_steps)} for "
+        f"{config.max_steps} steps, beside rewards and evaluations; `multitask-rl bench` makes real steps"
+    )
+    return has_memory and disk["total"] <= estimate.free_bytes(Path(config.output_dir))

@@ -1,0 +1,427 @@
+"""What a run will need before it begins: memory by part, disk, and the time of a step.
+
+Memory and disk are counted from the model's shape and the configuration; every response is taken to be as
+long as it may be. Times are measured: a model of the same layers, two of them, samples and learns once on the
+device of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from multitask_rl.algorithms.anchor import measures_kl
+from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
+from multitask_rl.data.render import render_prompt
+from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import DTYPES
+from multitask_rl.run.plan import RunPlan
+from multitask_rl.step.task_state import run_sampling
+from multitask_rl.training.forward import SLICE_CELLS
+
+LOGIT_COPIES = 5
+"""Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json)."""
+KEPT_BESIDE = 3
+"""Checkpoints that may stay beside the newest: two judged good, and the best."""
+BYTES_PER_TOKEN = 90
+"""Of a stored rollout: ids, log-probabilities and text of a token as JSON."""
+PROBE_LAYERS, PROBE_TOKENS = 2, 1024
+ROWS_READ = 32
+"""Rows of each task whose prompts are measured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What the memory of a causal language model depends on."""
+
+    parameters: int
+    trainable: int
+    """With adapters those of the adapters."""
+    layers: int
+    hidden: int
+    inner: int
+    """Width of the feed-forward blocks; of a mixture those of the experts of one token."""
+    key_value: int
+    """Numbers that a layer keeps for a token while sampling."""
+    vocabulary: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """Samples and tokens of one step; every response is as long as it may be."""
+
+    prompts: float
+    samples: float
+    prompt_tokens: float
+    """Of a prompt, the mean over the step."""
+    new_tokens: float
+    """Of a response, the mean over the step."""
+
+
+def read_shape(config: ModelConfig) -> ModelShape:
+    """Return the shape of the model that ``config`` names, without loading its weights.
+
+    Raises:
+        ConfigError: its configuration cannot be read.
+    """
+    own, model = _empty_model(config)
+    text = own.get_text_config()
+    keys = text.to_dict()
+    experts = keys.get("num_experts_per_tok")
+    width = (keys.get("moe_intermediate_size") if experts else None) or keys.get("intermediate_size")
+    heads = text.num_attention_heads
+    head = keys.get("head_dim") or text.hidden_size // heads
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = parameters
+    if rank := config.lora.rank:
+        names = config.lora.target_modules
+        targets = None if names == "all-linear" else {name.strip() for name in names.split(",")}
+        skipped = model.get_output_embeddings()
+        trainable = sum(
+            rank * (m.in_features + m.out_features)
+            for name, m in model.named_modules()
+            if isinstance(m, nn.Linear)
+            and (name.rpartition(".")[2] in targets if targets else m is not skipped)
+        )
+    return ModelShape(
+        parameters=parameters,
+        trainable=trainable,
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        inner=(width or 4 * text.hidden_size) * (experts or 1),
+        key_value=2 * head * (keys.get("num_key_value_heads") or heads),
+        vocabulary=text.vocab_size,
+    )
+
+
+def step_workload(plan: RunPlan, tokenizer: Any) -> Workload:
+    """Return the samples and tokens of one step of ``plan``, with the tasks' weights as shares."""
+    weights = {name: plan.specs[name].weight for name in plan.trained}
+    mean = sum(w for w in weights.values() if w is not None) / max(
+        1, sum(w is not None for w in weights.values())
+    )
+    shares = {name: (mean or 1.0) if w is None else w for name, w in weights.items()}
+    total = sum(shares.values())
+    prompts = plan.config.batch.prompts_per_step
+    samples = prompt_tokens = new_tokens = 0.0
+    for name, share in shares.items():
+        spec, rows = plan.specs[name], plan.rows[name][0]
+        stride = max(1, len(rows) // ROWS_READ)
+        lengths = [
+            len(render_prompt(spec, rows[i], tokenizer)[1])
+            for i in range(0, min(len(rows), stride * ROWS_READ), stride)
+        ]
+        most = plan.config.rollout.max_prompt_tokens
+        kept = [n for n in lengths if not most or n <= most] or lengths
+        own = share / total * prompts
+        group = spec.group_size or plan.config.batch.group_size
+        longest: float = spec.sampling_params(run_sampling(plan.config)).max_new_tokens
+        if spec.environment:
+            longest = min(spec.max_response_tokens or math.inf, longest * spec.max_turns)
+        samples += own * group
+        prompt_tokens += own * sum(kept) / len(kept)
+        new_tokens += own * group * longest
+    return Workload(
+        prompts=prompts,
+        samples=samples,
+        prompt_tokens=prompt_tokens / prompts,
+        new_tokens=new_tokens / samples,
+    )
+
+
+def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[str, float]:
+    """Return bytes by part on the actor's device (or of a learner rank); ``peak`` is their sum.
+
+    Keys and values of sampling, and the activations of learning, are not there at the same time: ``sampling``
+    and ``learning`` hold both, and the larger counts.
+    """
+    config = plan.config
+    width = _width(plan)
+    parts: dict[str, float] = {
+        "weights": shape.parameters * width,
+        "gradients": 4 * shape.trainable,
+        "optimizer": moment_bytes(shape.trainable, width),
+        "reference": shape.parameters * width * has_reference(plan),
+        "copy to sample from": shape.parameters
+        * width
+        * (not plan.engine_class.shares_weights or config.rollout_lag > 0),
+        "critic": shape.parameters * (width + 12) * (config.critic.trunk == "separate"),
+    }
+    batch = config.batch
+    rows = _rows_at_once(config, work)
+    cached = rows * (work.new_tokens + work.prompt_tokens * work.prompts / work.samples)
+    sampling = cached * shape.layers * shape.key_value * width + 4 * 4 * rows * shape.vocabulary
+    step_tokens = work.prompts * work.prompt_tokens + work.samples * work.new_tokens
+    tokens = min(batch.tokens_per_microbatch, step_tokens / batch.num_minibatches)
+    answers = tokens * work.samples * work.new_tokens / step_tokens
+    learning = activation_bytes(
+        shape,
+        tokens,
+        2 if config.model.autocast else width,
+        is_checkpointed=config.model.gradient_checkpointing,
+        answers=answers,
+    )
+    parts = {name: float(size) for name, size in parts.items() if size}
+    peak = sum(parts.values()) + max(sampling, learning)
+    return {**parts, "sampling": sampling, "learning": learning, "peak": peak}
+
+
+def activation_bytes(
+    shape: ModelShape,
+    tokens: float,
+    width: int,
+    *,
+    is_checkpointed: bool = False,
+    answers: float | None = None,
+) -> float:
+    """Return the bytes that learning from ``tokens`` at once needs beside weights, gradients and optimizer.
+
+    ``width`` is that of a number, ``answers`` the tokens with logits (default: all).
+    """
+    per_layer = 6 * shape.hidden + shape.key_value + 4 * shape.inner
+    per_token = shape.layers * (shape.hidden if is_checkpointed else per_layer) + per_layer * is_checkpointed
+    logits = min(SLICE_CELLS, (tokens if answers is None else answers) * shape.vocabulary)
+    return float(tokens * per_token * width + 4 * LOGIT_COPIES * logits)
+
+
+def moment_bytes(trainable: int, width: int) -> int:
+    """Return the bytes of AdamW's two moments, and of the float32 masters of 16-bit weights."""
+    return trainable * (8 if width == 4 else 12)
+
+
+def learner_bytes(parameters: int, trainable: int, width: int) -> int:
+    """Return the bytes of weights, gradients and optimizer."""
+    return parameters * width + 4 * trainable + moment_bytes(trainable, width)
+
+
+def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float) -> dict[str, float]:
+    """Return bytes by what a run writes; ``total`` is the most that is there at a time.
+
+    Args:
+        plan: of the run.
+        parameters: of the actor.
+        trainable: those that are trained; with adapters those of the adapters.
+        tokens: of a prompt and its response.
+    """
+    config = plan.config
+    width = _width(plan)
+    saved = parameters if trainable == parameters else trainable
+    one = saved * width + moment_bytes(trainable, width)
+    number = num_checkpoints(config.checkpoint, config.max_steps)
+    per_step = config.batch.prompts_per_step * config.batch.group_size
+    if config.tracking.store_rollouts >= 0:
+        per_step = min(per_step, len(plan.trained) * config.tracking.store_rollouts)
+    parts = {
+        "checkpoints": float(one * (number + (number > 1))),  # a new one is whole before an old one goes
+        "reference": float(parameters * width * has_reference(plan)),
+        "rollouts": BYTES_PER_TOKEN * tokens * per_step * config.max_steps,
+    }
+    parts = {name: size for name, size in parts.items() if size}
+    return {"a checkpoint": float(one), **parts, "total": sum(parts.values())}
+
+
+def disk_text(config: RunConfig, disk: Mapping[str, float]) -> str:
+    """Return what ``estimate_disk`` says, and whether the disk has room for it."""
+    number = num_checkpoints(config.checkpoint, config.max_steps)
+    parts = {k: v for k, v in disk.items() if k not in ("a checkpoint", "total")}
+    free = free_bytes(Path(config.output_dir))
+    text = (
+        f"{in_units(disk['total'])} at most in {config.output_dir} ({sizes(parts)}; a checkpoint "
+        f"{in_units(disk['a checkpoint'])}, {number} are kept), {in_units(free)} are free"
+    )
+    if disk["total"] <= free:
+        return text
+    return (
+        f"{text}: TOO LITTLE; set checkpoint.keep=1, a higher checkpoint.every, model.lora.rank=16, or an "
+        "output_dir on a larger disk"
+    )
+
+
+def num_checkpoints(config: CheckpointConfig, max_steps: int) -> int:
+    """Return how many checkpoints a run of ``max_steps`` steps keeps at most."""
+    written = 2 + (max_steps - 1) // config.every if config.every else 2  # the first and the last always
+    return min(written, config.keep + KEPT_BESIDE)
+
+
+def has_reference(plan: RunPlan) -> bool:
+    """Whether the run keeps a copy of the first weights: a task has a KL term, or measures the KL."""
+    return not plan.config.model.lora.rank and any(
+        measures_kl(plan.algorithms[name]) or (spec.kl.coefficient > 0 and not spec.evaluation_only)
+        for name, spec in plan.specs.items()
+    )
+
+
+def free_memory(device: str) -> float:
+    """Return the free bytes of ``device``; of a CPU what the system can give (infinity where unknown)."""
+    if device.startswith("cuda"):
+        return float(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024.0 * int(line.split()[1])
+    return math.inf
+
+
+def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:
+    """Return the setting that saves most of ``memory``, as text."""
+    fixed = memory["gradients"] + memory["optimizer"]
+    if memory["learning"] >= max(fixed, memory["sampling"]):
+        if not config.model.gradient_checkpointing:
+            return "set model.gradient_checkpointing=true, or a lower batch.tokens_per_microbatch"
+        return "lower batch.tokens_per_microbatch"
+    if memory["sampling"] >= fixed:
+        return "lower rollout.max_batch_tokens"
+    if not config.model.lora.rank:
+        return "set model.lora.rank=16: gradients and optimizer shrink to those of the adapters"
+    return "take a smaller model"
+
+
+def free_bytes(directory: Path) -> float:
+    """Return the free space where ``directory`` is or will be; infinity where it cannot be told."""
+    for place in (directory, *directory.absolute().parents):
+        if place.is_dir():
+            try:
+                return float(shutil.disk_usage(place).free)
+            except OSError:
+                break
+    return math.inf
+
+
+def measure_step(
+    plan: RunPlan, shape: ModelShape, work: Workload, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return seconds of a step by stage, from a model with two of the layers on the device of the run.
+
+    Rewards, constraints, worlds and evaluations are not in it. The engine is taken to be ``hf``. ``clock``
+    returns seconds.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read.
+    """
+    config, device = plan.config, plan.devices.get("actor", "") or _default_device()
+    dtype = _dtype(config.model, device)
+    if config.num_threads:
+        torch.set_num_threads(config.num_threads)
+    model = _empty_model(config.model, layers=PROBE_LAYERS, device=device)[1].to(dtype)
+    model.eval()
+    head = model.get_output_embeddings()
+    context = max(1, round(work.prompt_tokens + work.new_tokens / 2))
+    rows = max(1, round(_rows_at_once(config, work)))
+
+    def ids(number: int, length: int) -> torch.Tensor:
+        return torch.randint(shape.vocabulary, (number, length), device=device)
+
+    def seconds(call: Callable[[], Any], least: float = 0.3) -> float:
+        """Return the seconds of one call, after one that is not counted."""
+        times = list[float]()
+        while sum(times[1:]) < least and len(times) < 12:
+            began = clock()
+            call()
+            if device.startswith("cuda"):
+                torch.cuda.synchronize(device)
+            times.append(clock() - began)
+        return min(times[1:])
+
+    hidden = torch.zeros(rows, shape.hidden, device=device, dtype=dtype)
+    with torch.no_grad():
+        past = model(ids(rows, context), use_cache=True).past_key_values
+
+        def decode(past: Any = past) -> None:
+            model(ids(rows, 1), past_key_values=past, use_cache=True)
+            past.crop(-1)
+
+        of_head = seconds(lambda: head(hidden), 0.1)
+        layer = max(0.0, seconds(decode) - of_head) / PROBE_LAYERS
+        of_decode = of_head + layer * shape.layers
+        del past
+    length = max(2, min(round(work.prompt_tokens + work.new_tokens), PROBE_TOKENS))
+    batch = ids(max(1, PROBE_TOKENS // length), length)
+    states = torch.zeros(*batch.shape, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+
+    def learn() -> None:
+        model.get_decoder()(batch, use_cache=False).last_hidden_state.float().sum().backward()
+
+    def score() -> None:
+        head(states).float().log_softmax(-1)[..., 0].sum().backward()
+
+    per_token = seconds(learn) / PROBE_LAYERS * shape.layers / batch.numel()
+    again = 4 / 3 if config.model.gradient_checkpointing else 1  # the forward pass once more
+    per_answer = seconds(score) / batch.numel()
+    answers = work.samples * work.new_tokens
+    tokens = work.prompts * work.prompt_tokens + answers
+    batches = max(1.0, work.samples / rows)
+    learning = (tokens * per_token * again + answers * per_answer) * config.batch.num_epochs
+    forward_only = (tokens * per_token + answers * per_answer) / 3  # a forward is a third of both passes
+    updates = config.batch.num_epochs * config.batch.num_minibatches
+    return {
+        "sampling": batches * work.new_tokens * of_decode + work.prompts * work.prompt_tokens * per_token / 3,
+        "learning": learning + forward_only * (has_reference(plan) + (updates > 1)),
+    }
+
+
+def _rows_at_once(config: RunConfig, work: Workload) -> float:
+    """Return how many responses the engine samples together."""
+    length = work.new_tokens + work.prompt_tokens * work.prompts / work.samples
+    return max(1.0, min(work.samples, config.rollout.max_batch_tokens / length))
+
+
+def _empty_model(config: ModelConfig, layers: int = 0, device: str = "meta") -> tuple[Any, Any]:
+    """Return configuration and model with random weights (``meta``: without memory); ``layers`` of them."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = config.trust_remote_code
+    try:
+        own = AutoConfig.from_pretrained(config.name_or_path, trust_remote_code=trust)
+        if layers:
+            text = own.get_text_config()
+            text.num_hidden_layers = layers
+            if types := text.to_dict().get("layer_types"):
+                text.layer_types = types[:layers]
+        with torch.device(device):
+            return own, AutoModelForCausalLM.from_config(own, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"model.name_or_path {config.name_or_path!r}: its configuration cannot be read ({first}); give "
+            "the directory or Hugging Face id of a causal language model"
+        ) from error
+
+
+def _width(plan: RunPlan) -> int:
+    """Return the bytes of a weight."""
+    return _dtype(plan.config.model, plan.devices.get("actor", "")).itemsize
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _dtype(config: ModelConfig, device: str) -> torch.dtype:
+    usual = torch.bfloat16 if (device or _default_device()).startswith("cuda") else torch.float32
+    return DTYPES.get(config.dtype, usual)
+
+
+def sizes(parts: Mapping[str, float]) -> str:
+    """Return parts as text: ``weights 0.5 GB, ...``."""
+    return ", ".join(f"{name} {in_units(size)}" for name, size in parts.items())
+
+
+def in_units(size: float) -> str:
+    """Return bytes as text, in GB (10^9) or MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

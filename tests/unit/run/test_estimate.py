@@ -1,0 +1,92 @@
+"""What `doctor FILE` foretells: counted parts equal a run's, the rest is as close as the page states."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from multitask_rl.cli import main
+from multitask_rl.config.run import CheckpointConfig, ModelConfig
+from multitask_rl.run import estimate
+from multitask_rl.trainer import Trainer
+from run_builders import build_tokenizer, run_config, write_run
+
+KL = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], kl: {coefficient: 0.1}}
+"""
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("estimate")
+    write_run(directory, KL)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_optimizer_and_checkpoints_are_counted_as_a_run_makes_them(here, dtype):
+    model = ModelConfig(name_or_path=str(here / "actor"), dtype=dtype)
+    config = run_config(here, f"run-{dtype}", 2, model=model, checkpoint=CheckpointConfig(every=1, keep=1))
+    trainer = Trainer.from_config(config)
+    shape = estimate.read_shape(config.model)
+    work = estimate.step_workload(trainer.plan, build_tokenizer())
+    memory = estimate.estimate_memory(trainer.plan, shape, work)
+    disk = estimate.estimate_disk(trainer.plan, shape.parameters, shape.trainable, 20)
+    trainer.train()
+    weights = sum(p.numel() * p.element_size() for p in trainer.actor.model.parameters())
+    assert memory["weights"] == memory["reference"] == weights
+    optimizer = trainer.parts.learner.backend.optimizer_bytes
+    assert memory["optimizer"] == pytest.approx(optimizer, rel=0.01)
+    (*_, newest) = sorted(Path(config.output_dir, "checkpoints").iterdir())
+    size = sum(f.stat().st_size for f in newest.rglob("*.safetensors"))
+    assert disk["a checkpoint"] == pytest.approx(size, rel=0.1)  # the files' own heads
+
+
+def test_adapters_are_what_trains(here):
+    config = ModelConfig(name_or_path=str(here / "actor"))
+    lora = replace(config, lora=replace(config.lora, rank=4, target_modules="q_proj,v_proj"))
+    hidden, key_value, layers = 32, 16, 2
+    assert estimate.read_shape(lora).trainable == layers * 4 * (2 * hidden + hidden + key_value)
+
+
+@pytest.mark.parametrize(("every", "steps", "number"), [(0, 50, 2), (25, 100, 5), (25, 20, 2), (2, 500, 7)])
+def test_checkpoints_that_are_kept(every, steps, number):
+    assert estimate.num_checkpoints(CheckpointConfig(every=every, keep=4), steps) == number
+
+
+def test_doctor_says_what_a_run_needs_and_whether_it_fits(here, monkeypatch, capsys):
+    monkeypatch.chdir(here)
+    command = [
+        "doctor",
+        "tasks.yaml",
+        "model.name_or_path=actor",
+        "rollout.max_new_tokens=4",
+        "num_threads=1",
+    ]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    for part in (
+        "memory: ",
+        "optimizer ",
+        "are free on cpu: enough",
+        "disk:   ",
+        "time:   ",
+        "for 100 steps",
+    ):
+        assert part in told
+    assert not (here / "runs").exists()
+    monkeypatch.setattr(estimate, "free_bytes", lambda _: 10.0)
+    monkeypatch.setattr(estimate, "free_memory", lambda _: 10.0)
+    assert main(command) == 1
+    told = capsys.readouterr().out
+    assert told.count("TOO LITTLE; ") == 2
+
+
+def test_a_run_warns_of_a_disk_without_room(here, monkeypatch, caplog):
+    monkeypatch.setattr("multitask_rl.run.assembly.free_bytes", lambda _: 10.0)
+    with Trainer.from_config(run_config(here, "full", 2)) as trainer:
+        trainer.train_step()
+    (warning,) = [r for r in caplog.records if r.message.startswith("disk: ")]
+    assert warning.levelname == "WARNING"
+    assert "a checkpoint" in warning.message
