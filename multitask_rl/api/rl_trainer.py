@@ -13,6 +13,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
+from multitask_rl.data.readers import StreamedRows
 from multitask_rl.data.rows import group_rows
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor, load_actor, make_actor
@@ -134,7 +135,13 @@ class RLTrainer:
             config = replace(self.config, output_dir=self.config.output_dir or new_run_directory())
             given, data = name_objects(RunConfig(output_dir=config.output_dir), tasks, data)
             tasks = None if given.tasks else tasks
-            num_prompts = sum(len(rows) for rows, _ in load_task_rows(load_specs(given), data).values())
+            rows = [train for train, _ in load_task_rows(load_specs(given), data).values()]
+            if not config.max_steps and any(isinstance(own, StreamedRows) for own in rows):
+                raise ConfigError(
+                    "the rows are streamed: their number, and so the length of an epoch, is not known; give "
+                    "max_steps in the configuration"
+                )
+            num_prompts = sum(map(len, rows))
             max_length = self.actor.max_length
             run = config.run_config(num_prompts=num_prompts, num_epochs=num_epochs, max_length=max_length)
             run = replace(run, tasks=given.tasks)

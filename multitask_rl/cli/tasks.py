@@ -22,6 +22,7 @@ from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data import load_rows
+from multitask_rl.data.readers import StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
 from multitask_rl.environments.adapt import WorldSpec
@@ -135,7 +136,8 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
         warnings.append(f"{where}: {warning}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
-    return f"{spec.type}; {len(train)} training rows, {len(held_out)} held-out rows"
+    number = "streamed" if isinstance(train, StreamedRows) else len(train)
+    return f"{spec.type}; {number} training rows, {len(held_out)} held-out rows"
 
 
 def _try(specs: Mapping[str, TaskSpec]) -> list[str]:

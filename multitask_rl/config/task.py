@@ -155,8 +155,9 @@ class TaskSpec(Settings):
     """Path (.jsonl, .jsonl.gz, .json, .parquet), Hugging Face id, ``plugin:<task plugin>``,
     ``reasoning_gym:<generator>``; empty = given in Python."""
     dataset_config: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the task plugin's ``Config``, keywords of ``datasets.load_dataset`` (Hugging Face id), or the
-    generator's keys and ``size`` (reasoning-gym)."""
+    """Keys of the task plugin's ``Config``, keywords of ``datasets.load_dataset`` (Hugging Face id;
+    ``streaming: true`` reads rows while they are used), or the generator's keys and ``size``
+    (reasoning-gym)."""
     split: str = "train"
     """Split to train on: rows whose column ``split`` has this value, and rows without that column."""
     eval_dataset: str = ""

@@ -6,6 +6,7 @@ from multitask_rl.data.readers import Row, Rows
 from multitask_rl.data.render import render_prompt
 from multitask_rl.data.rows import load_rows, row_id
 from multitask_rl.data.stream import PromptStream
+from multitask_rl.data.streamed_prompts import StreamedPrompts
 from multitask_rl.lazy import lazy_names
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "PromptStream",
     "Row",
     "Rows",
+    "StreamedPrompts",
     "TaskDataLoader",
     "get_dataloader",
     "load_rows",

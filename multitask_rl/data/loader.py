@@ -11,7 +11,7 @@ from multitask_rl.config.checks import is_data_path
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
-from multitask_rl.data.readers import STREAMED, LazyRows, Rows, read_dataset_dict, read_file
+from multitask_rl.data.readers import Rows, read_dataset_dict, read_file, rows_of_table
 from multitask_rl.data.rows import group_rows, load_rows
 from multitask_rl.errors import ConfigError, DataError
 
@@ -104,8 +104,8 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
 
     Args:
         data: a path or Hugging Face id, a list of mappings (rows) or of texts (prompts), a
-            ``datasets.Dataset``, a ``datasets.DatasetDict`` or a mapping split -> one of them. Rows are not
-            copied.
+            ``datasets.Dataset`` or ``IterableDataset``, a ``DatasetDict`` or ``IterableDatasetDict``, or a
+            mapping split -> one of them. Rows are not copied.
         where: place for messages.
 
     Raises:
@@ -116,16 +116,18 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
     elif isinstance(data, Mapping):
         splits = {str(name): rows for name, part in data.items() for rows in rows_of(part, where).values()}
     else:
-        if isinstance(data, Iterable) and not isinstance(data, Sized):  # a datasets.IterableDataset
-            raise DataError(f"{where}: {STREAMED}")
         if isinstance(data, bytes) or not isinstance(data, Iterable):
             raise DataError(
                 f"{where}: expected a path, a list of rows, a datasets.Dataset or a DatasetDict, got "
                 f"{type(data).__name__}"
             )
+        if not isinstance(data, Sized) and not hasattr(data, "load_state_dict"):
+            raise DataError(
+                f"{where}: a {type(data).__name__} can be read once only, and a run reads its rows again; "
+                "give a list of them, or datasets.IterableDataset.from_generator(FUNCTION)"
+            )
         if not isinstance(data, Sequence):  # a datasets.Dataset slices by column
-            table: Any = data
-            splits = {str(getattr(data, "split", None) or ""): LazyRows(len(table), table.__getitem__)}
+            splits = {str(getattr(data, "split", None) or ""): rows_of_table(data, where)}
         else:
             splits = {"": [{"prompt": row} if isinstance(row, str) else row for row in data]}
             wrong = [i for i, row in enumerate(splits[""]) if not isinstance(row, Mapping)]

@@ -1,11 +1,12 @@
 """Readers of files and hub data sets: sequences that parse a row when it is asked for.
 
 JSON lines are scanned once, so that a bad line is found before the run; memory holds one offset per row.
-Parquet and Hugging Face data stay in Arrow.
+Parquet and Hugging Face data stay in Arrow. Streamed data is read while it is used.
 """
 
 from __future__ import annotations
 
+import copy
 import gzip
 import io
 import json
@@ -14,7 +15,8 @@ import re
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,6 +26,8 @@ from multitask_rl.errors import DataError, path_errors
 Row: TypeAlias = Mapping[str, Any]
 Rows: TypeAlias = Sequence[Row]
 
+BLOCK = 1024
+"""Rows that are held, and shuffled, at a time."""
 _FREE_BYTES = 1 << 28
 _RATIO = 100
 """A compressed file may expand to ``_FREE_BYTES`` or ``_RATIO`` times its size, whichever is more: text
@@ -63,6 +67,60 @@ class ReportedRows(RowView):
 
 class GeneratedRows(LazyRows):
     """Rows that a program makes: all have the same columns, and making one may be slow."""
+
+
+class StreamedRows(LazyRows):
+    """The first rows of streamed data, as a sequence: they are checked, and held-out rows are among them.
+
+    ``StreamedPrompts`` (``data/streamed_prompts.py``) gives all rows.
+
+    Args:
+        data: a ``datasets.IterableDataset``.
+        where: the data set's name, for errors.
+        first: its first rows; default: they are read.
+        keeps: only rows for which all of these are true are used.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        where: str,
+        first: Sequence[Row] | None = None,
+        keeps: tuple[Callable[[Row], bool], ...] = (),
+    ) -> None:
+        self._data, self._where, self._keeps = data, where, keeps
+        first = list(islice(self.open(0)[1], BLOCK)) if first is None else first
+        super().__init__(len(first), first.__getitem__)
+
+    def only(self, keep: Callable[[Row], bool]) -> StreamedRows:
+        """Return the rows for which ``keep`` is true."""
+        return StreamedRows(self._data, self._where, [row for row in self if keep(row)], (*self._keeps, keep))
+
+    def keeps(self, row: Row) -> bool:
+        """Whether ``row`` of the data is one of these rows."""
+        return all(keep(row) for keep in self._keeps)
+
+    def open(self, epoch: int, state: Mapping[str, Any] | None = None) -> tuple[Any, Iterator[Row]]:
+        """Return a copy of the data set and its rows from ``state`` (its ``state_dict``) or its beginning."""
+        data = copy.deepcopy(self._data)  # another task may read the same data set
+        data.set_epoch(epoch)  # the order of its files, and of a shuffle of its own
+        if state is not None:
+            data.load_state_dict(dict(state))
+        return data, self._rows_of(data)
+
+    def _rows_of(self, data: Any) -> Iterator[Row]:
+        try:
+            yield from data
+        # whatever reads the files may raise: the network, a decoder, a function of the user's
+        except Exception as error:
+            cause = " ".join(str(error).split())[:300]
+            raise DataError(
+                f"{self._where}: the streamed rows cannot be read on ({type(error).__name__}: {cause}). A "
+                "run that is started again goes on at the row it had reached"
+            ) from error
 
 
 def read_file(path: str | Path) -> Rows:
@@ -119,17 +177,13 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
             f"needs dataset_config: {{name: ...}}"
         ) from error
     splits = loaded if isinstance(loaded, dict) else {str(loaded.split or "train"): loaded}
-    for split, data in splits.items():
-        if not hasattr(data, "__len__"):
-            raise DataError(f"data set {name!r}, split {split}: {STREAMED}")
-    return {str(split): LazyRows(len(data), data.__getitem__) for split, data in splits.items()}
+    return {str(split): rows_of_table(data, f"data set {name!r}") for split, data in splits.items()}
 
 
-STREAMED = (
-    "it is streamed, and a run counts its rows, holds some out and draws them again after a resume; leave "
-    "dataset_config.streaming out: the rows are mapped from disk, not loaded into memory"
-)
-"""Why a data set without a length is refused."""
+def rows_of_table(data: Any, where: str) -> LazyRows:
+    """Return the rows of a ``datasets.Dataset`` or, streamed, of a ``datasets.IterableDataset``."""
+    is_streamed = not isinstance(data, Sized)
+    return StreamedRows(data, where) if is_streamed else LazyRows(len(data), data.__getitem__)
 
 
 class _OpenFile:

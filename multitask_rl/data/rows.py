@@ -4,7 +4,8 @@ Held-out rows are, in this order: ``eval_dataset``; the rows of ``eval_split``; 
 ``validation``, ``dev`` that has rows; a tenth of the training rows, chosen by a hash of the row's id. Split
 ``test`` is used only if ``eval_split`` names it or no other rows can be held out. Its rows are
 ``ReportedRows``: guard, scheduler and best checkpoint do not read their results. The hash has no seed: a row
-is held out in every run, so that runs are comparable and no held-out row leaks into training.
+is held out in every run, so that runs are comparable and no held-out row leaks into training. Of streamed
+data the first rows are known: held-out rows are among them, and training leaves out the rest of the tenth.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from multitask_rl.data.readers import (
     Row,
     Rows,
     RowView,
+    StreamedRows,
     read_dataset_dict,
     read_file,
 )
@@ -90,15 +92,21 @@ def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tupl
         if name != wanted and splits.get(name) and (name != "test" or len(train) < 2):
             return train, _hold_out(spec, splits, name)
     # a tenth by hash; at least one row on each side where there are two
-    keys = []
-    for row in train:
-        digest = hashlib.blake2b(row_id(row).encode(), digest_size=8, person=b"held-out").digest()
-        keys.append(int.from_bytes(digest, "big") / 2**64)
+    keys = [_held_out_key(row) for row in train]
     border = max(_HELD_OUT, min(keys) + 1e-12)
     kept = [i for i, key in enumerate(keys) if key >= border]
     if not kept:
         return train, train
-    return RowView(train, kept), RowView(train, [i for i, key in enumerate(keys) if key < border])
+    held_out = RowView(train, [i for i, key in enumerate(keys) if key < border])
+    if isinstance(train, StreamedRows):
+        return train.only(lambda row: _held_out_key(row) >= border), held_out
+    return RowView(train, kept), held_out
+
+
+def _held_out_key(row: Row) -> float:
+    """Return a number in [0, 1) that depends on the row's id alone."""
+    digest = hashlib.blake2b(row_id(row).encode(), digest_size=8, person=b"held-out").digest()
+    return int.from_bytes(digest, "big") / 2**64
 
 
 def row_id(row: Row) -> str:
@@ -133,9 +141,17 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
 
 
 def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:
-    """Return the rows by task tag ("" = none) and split, from rows by split ("" = look at their column)."""
+    """Return the rows by task tag ("" = none) and split, from rows by split ("" = look at their column).
+
+    Tags of streamed rows are those of the first rows; their split "" is ``train``.
+    """
     grouped: dict[str, dict[str, Rows]] = {}
     for name, rows in whole.items():
+        if isinstance(rows, StreamedRows):
+            for tag in sorted({str(row.get("task") or "") for row in rows}):
+                own = rows.only(lambda row, tag=tag: str(row.get("task") or "") == tag)  # type: ignore[misc]
+                grouped.setdefault(tag, {})[name or "train"] = own
+            continue
         indices: dict[tuple[str, str], list[int]] = {}
         for index, row in enumerate(rows):
             key = (str(row.get("task") or ""), name or str(row.get("split") or ""))

@@ -20,10 +20,10 @@ from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data import load_rows, pools_by_column
-from multitask_rl.data.readers import ReportedRows, Row
+from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
-from multitask_rl.errors import ConfigError, path_errors
+from multitask_rl.errors import ConfigError, DataError, path_errors
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
     GUARDS,
@@ -87,7 +87,8 @@ class RunPlan:
         for name, spec in self.specs.items():
             train, held_out = self.rows[name]
             size = spec.group_size or batch.group_size
-            use = "evaluated only" if spec.evaluation_only else f"{len(train)} rows, {size} rollouts a prompt"
+            number = "streamed" if isinstance(train, StreamedRows) else len(train)
+            use = "evaluated only" if spec.evaluation_only else f"{number} rows, {size} rollouts a prompt"
             lines.append(f"  {name}: {spec.type}, {use}, {len(held_out)} held-out rows")
         return "\n".join(lines)
 
@@ -143,6 +144,11 @@ def plan_run(
     )
     for name, spec in specs.items():
         _check_task(spec, plan)
+        if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):
+            raise ConfigError(
+                f"{spec.source or 'tasks'}: tasks.{name}.curriculum.by={spec.curriculum.by!r} sorts all rows "
+                "into pools, and streamed rows are not known beforehand; leave curriculum out, or streaming"
+            )
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
@@ -172,7 +178,10 @@ def plan_run(
 def load_task_rows(
     specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
 ) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
-    """Return the rows to train on and those held out, by task, each of them checked."""
+    """Return the rows to train on and those held out, by task, each of them checked.
+
+    Of streamed rows the first are checked; later ones that lack a column are left out.
+    """
     load = load_rows if dataloader is None else dataloader.load
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {}
     for name, spec in specs.items():
@@ -180,7 +189,10 @@ def load_task_rows(
         needs, parameters = _columns_read(spec)
         for part in rows[name]:
             check_rows(spec, part, needs=needs, parameters=parameters)
-        if warning := held_out_warning(spec, *rows[name]):
+        train, held_out = rows[name]
+        if isinstance(train, StreamedRows):
+            rows[name] = (train.only(_HasColumns(spec)), held_out)
+        if warning := held_out_warning(spec, train, held_out):
             logger.warning("task %s: %s", name, warning)
     return rows
 
@@ -199,6 +211,23 @@ def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
             needs.update(source.traits.needs)
             parameters.update(source.check(config))
     return needs, parameters
+
+
+class _HasColumns:
+    """Whether a streamed row has the columns that its task reads; the first without is told."""
+
+    def __init__(self, spec: TaskSpec) -> None:
+        self._spec, self._is_told = spec, False
+
+    def __call__(self, row: Row) -> bool:
+        try:
+            check_rows(self._spec, [row])
+        except DataError as error:
+            if not self._is_told:
+                logger.warning("a streamed row is left out, as will be others of its kind: %s", error)
+            self._is_told = True
+            return False
+        return True
 
 
 def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:

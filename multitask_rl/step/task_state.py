@@ -12,8 +12,8 @@ from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
-from multitask_rl.data import PooledStream, PromptStream, render_prompt
-from multitask_rl.data.readers import ReportedRows, Row
+from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
+from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import render_answer
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
@@ -196,6 +196,8 @@ def build_task_states(
             stream = PooledStream(
                 train_rows, task=name, seed=config.seed, spec=spec.curriculum, late_steps=late_steps
             )
+        elif isinstance(train_rows, StreamedRows):
+            stream = StreamedPrompts(train_rows, task=name, seed=config.seed)
         elif not spec.evaluation_only:
             stream = PromptStream(train_rows, task=name, seed=config.seed)
         task = TaskState(

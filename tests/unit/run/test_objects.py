@@ -9,7 +9,6 @@ import datasets
 import pytest
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.data import get_dataloader
 from multitask_rl.errors import ConfigError, DataError, PluginError
 from multitask_rl.plugins import REWARDS, load_plugin
 from multitask_rl.run.objects import name_objects, plugin_reference
@@ -97,16 +96,7 @@ def test_rows_of_any_kind_train_a_task(data: object, tmp_path: Path) -> None:
         assert list(rows.values()) == [ROWS]
 
 
-def test_rows_that_cannot_be_counted_and_splits_that_are_not_chosen_are_refused(tmp_path: Path) -> None:
-    stream = datasets.Dataset.from_list(ROWS).to_iterable_dataset()
-    with pytest.raises(DataError, match="it is streamed, and a run counts its rows"):
-        get_dataloader(stream)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"task": "t", **row}) + "\n" for row in ROWS))
-    from multitask_rl.data.readers import read_dataset_dict
-
-    given = {"data_files": {"train": str(tmp_path / "rows.jsonl")}, "streaming": True}
-    with pytest.raises(DataError, match=r"data set 'json', split train: it is streamed"):
-        read_dataset_dict("json", given)
+def test_rows_and_splits_that_cannot_be_used_are_refused() -> None:
     both = {"train": ROWS, "test": ROWS}
     with pytest.raises(ConfigError, match="it has splits train, test; give the rows of one"):
         name_objects(RunConfig(), {"t": {"dataset": ROWS, "eval_dataset": both, "rewards": ["f1"]}}, None)
