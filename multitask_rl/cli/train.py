@@ -199,7 +199,13 @@ def _literal(value: Any) -> Any:
 def _train(config: RunConfig) -> None:
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
-    evaluations = Trainer.from_config(config).train()
+    try:
+        evaluations = Trainer.from_config(config).train()
+    except KeyboardInterrupt:
+        record = Path(config.output_dir, RECORD)
+        if record.is_file() and "console" not in config.tracking.trackers:  # which says it
+            print(f"go on with: multitask-rl train output_dir={config.output_dir}", file=sys.stderr)
+        raise
     if config.tracking.console != "json":  # which has had them, as ``held_out``
         print_evaluations(evaluations)
 

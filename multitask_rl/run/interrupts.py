@@ -26,6 +26,8 @@ class _Waiting:
     """Number of open ``finishing`` blocks."""
     number: int | None = None
     """The signal that came in one of them."""
+    is_told = False
+    """A signal was answered."""
 
 
 _waiting = _Waiting()
@@ -39,7 +41,7 @@ def stopping_on_signals() -> Iterator[None]:
         return
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    _waiting.number = None
+    _waiting.number, _waiting.is_told = None, False
     try:
         for number in before:
             signal.signal(number, _handle)
@@ -67,10 +69,15 @@ def check_interrupt() -> None:
 
 
 def _handle(number: int, _frame: FrameType | None) -> None:
+    # a print could enter the one that the signal interrupted
     if _waiting.depth and _waiting.number is None:
         _waiting.number = number
-        # a print could enter the one that the signal interrupted
-        os.write(2, b"stopping: the update in progress is finished and saved first; once more ends at once\n")
+        os.write(
+            2, b"\nstopping: the update in progress is finished and saved first; once more ends at once\n"
+        )
         return
+    if not _waiting.is_told:
+        _waiting.is_told = True
+        os.write(2, b"\nstopping: what was learned is saved first; once more ends at once\n")
     _waiting.number = None
     raise Terminated(number)

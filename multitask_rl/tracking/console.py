@@ -170,7 +170,8 @@ class ConsoleTracker(Tracker):
             for handler, former in self._handlers.items():
                 handler.setStream(former)
         run = shlex.quote(str(self._output_dir))
-        follows = f"multitask-rl report {run}"
+        page = shlex.quote(str(self._output_dir / "report.html"))
+        follows = f"multitask-rl report {run} --html {page} --open"
         if status != "finished":
             follows = f"multitask-rl train output_dir={run} goes on from the newest checkpoint"
         if self._mode == "json":

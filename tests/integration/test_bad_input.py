@@ -274,7 +274,8 @@ def test_a_machine_that_is_taken_back_loses_no_step(space, capsys):
     code = run(space, "taken", "checkpoint.every=500", "eval.every=500", steps=500)
     thread.join()
     assert code == 128 + signal.SIGTERM
-    assert "interrupted by SIGTERM" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert f"go on with: multitask-rl train output_dir={space / 'taken'}\ninterrupted by SIGTERM" in told
     made = steps_of(space / "taken")
     assert seen[0] <= made < 500
     assert max((space / "taken/checkpoints").glob("step_*")).name == f"step_{made:08d}"

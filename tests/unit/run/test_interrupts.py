@@ -40,6 +40,17 @@ def test_what_must_be_finished_is_and_then_the_signal_counts():
     assert ended.value.exit_code == 128 + signal.SIGHUP
 
 
+def test_a_signal_is_answered_at_once(capfd):
+    with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "\nstopping: what was learned is saved first; once more ends at once\n"
+    with stopping_on_signals():
+        update([], signal.SIGINT)
+        assert "the update in progress is finished" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            check_interrupt()
+
+
 def test_a_second_signal_does_not_wait():
     done = []
     with stopping_on_signals(), pytest.raises(KeyboardInterrupt):

@@ -110,7 +110,7 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
         "  math         0.500 ±0.566   0.500    25%      75%",
         "  a-long-name             -   7.000      -        -",
         "step 10  guard alarm [math]: fell",
-        f"run finished; next: multitask-rl report {tmp_path}",
+        f"run finished; next: multitask-rl report {tmp_path} --html {tmp_path}/report.html --open",
     ]
 
 
