@@ -27,8 +27,6 @@ from multitask_rl.tracking.jsonl import RECORDS, dump_line
 from multitask_rl.tracking.reading import RunRecord, read_run
 
 _LEAST_WAIT_S = 2.0
-_WAIT_PER_WORK = 50.0
-"""Seconds between two readings per second that one took: reading takes at most 2 % of one core."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
@@ -80,12 +78,19 @@ class Tail:
 class LiveRun:
     """The data of a run's page as bytes, read again when its records have grown.
 
-    ``summarise``: what ``report`` says of a run, see ``page.payload``.
+    ``summarise``: what ``report`` says of a run, see ``page.payload``. ``most_work``: share of one core that
+    reading may take; a large run is read less often.
     """
 
-    def __init__(self, directory: Path, summarise: Callable[[RunRecord], Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        summarise: Callable[[RunRecord], Mapping[str, Any]],
+        most_work: float = 0.02,
+    ) -> None:
         self._directory = directory
         self._summarise = summarise
+        self._most_work = most_work
         self._lock = threading.Lock()
         self._version = 0
         self._state: tuple[object, ...] | None = None
@@ -130,7 +135,7 @@ class LiveRun:
                 }
                 self._data = dump_line({**data, "samples": samples}).encode(errors="replace")
                 self._state, self._read_at = state, time.monotonic()
-                self.wait_s = max(_LEAST_WAIT_S, _WAIT_PER_WORK * (self._read_at - began))
+                self.wait_s = max(_LEAST_WAIT_S, (self._read_at - began) / self._most_work)
             return self._data, f'"{self._version}-{hash(self._state)}"'
 
     def _sizes(self) -> list[object]:

@@ -123,7 +123,7 @@ function bind(key, meaning, action) {
 addEventListener("keydown", event => {
   if (event.ctrlKey || event.metaKey || event.altKey || get("help").open) return;
   if (event.target.matches("input, select, textarea")) {
-    if (event.key === "Escape") event.target.blur();
+    if (event.key === "Escape") { event.preventDefault(); event.target.blur(); } // a search field would be emptied
     return;
   }
   const action = bindings.get(event.key);
@@ -186,6 +186,7 @@ class Chart {
     this.plotted.addEventListener("keydown", event => this.step(event));
     this.plotted.addEventListener("blur", () => { this.tip.hidden = true; });
     charts.add(this);
+    this.switches();
     // drawn when it comes into sight: a page of a hundred charts opens as fast as one of ten
     this.seen = false;
     new IntersectionObserver((entries, watch) => {
@@ -202,7 +203,7 @@ class Chart {
     const same = JSON.stringify([spec.x, spec.lines, spec.note]) === JSON.stringify([this.spec.x, this.spec.lines, this.spec.note]);
     this.spec = spec;
     this.note.replaceChildren(spec.note || "");
-    if (!same) { this.draw(); this.list(); }
+    if (!same) { this.switches(); this.draw(); this.list(); }
   }
 
   get names() { return this.spec.lines.map(line => line.name); }
@@ -228,7 +229,6 @@ class Chart {
     this.drawn = lines;
     const labels = this.spec.lines.map(line => `${line.name} ${digits(line.y.findLast(value => value !== null))}`);
     this.plotted.setAttribute("aria-label", `${title} over ${over}; last: ${labels.join(", ")}. Arrow keys read values.`);
-    if (this.spec.chips) this.switches();
     const series = [{}], data = [x], bands = [];
     for (const line of lines) {
       const number = tone(line.name, this.names), stroke = css(`--c${number % 10}`);
@@ -266,7 +266,7 @@ class Chart {
   }
 
   switches() {
-    refresh(this.chips, this.names, () => this.names.map(name => chip(name, this.names)));
+    if (this.spec.chips) refresh(this.chips, this.names, () => this.names.map(name => chip(name, this.names)));
   }
 
   /** Draw the events: alarms as dashed lines, decisions as ticks at the lower edge. */

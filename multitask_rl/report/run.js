@@ -124,8 +124,8 @@ const samples = {
     const type = (attributes = {}) => make("input", { type: "search", autocomplete: "off", spellcheck: "false", input: () => this.filter(150), ...attributes });
     this.controls = {
       task: pick(), verdict: pick(), failure: pick(), sort: pick(), group: type({ placeholder: "part of its name" }),
-      from: type({ type: "number", min: 0, "aria-label": "first step", placeholder: "first" }),
-      to: type({ type: "number", min: 0, "aria-label": "last step", placeholder: "last" }),
+      from: type({ id: "from", type: "number", min: 0, "aria-label": "first step", placeholder: "first" }),
+      to: type({ id: "to", type: "number", min: 0, "aria-label": "last step", placeholder: "last" }),
       find: type({ placeholder: "in prompt and response" }),
     };
     const own = this.controls;
@@ -136,12 +136,12 @@ const samples = {
     this.detail = make("div", { id: "group" }, make("p", { class: "muted" }, "Choose a sample: its whole group opens, side by side. ", make("kbd", {}, "j"), " and ", make("kbd", {}, "k"), " go through the list."));
     this.distributions = make("div", { class: "charts" });
     body.append(
-      make("form", { class: "filters", role: "search", submit: event => event.preventDefault() },
+      make("form", { class: "filters", role: "search", submit: event => { event.preventDefault(); document.activeElement.blur(); } },
         input("find", "search", own.find), input("task", "task", own.task),
         make("label", {}, "steps", make("span", { class: "pair" }, own.from, own.to)),
         input("group-name", "prompt (group)", own.group), input("verdict", "verdict", own.verdict),
         input("failure", "failure", own.failure), input("sort", "sorted by", own.sort)),
-      this.distributions, make("p"), this.count, this.fresh, make("div", { class: "browser" }, this.list, this.detail));
+      this.distributions, make("p"), this.count, make("div", { class: "browser" }, make("div", { class: "side" }, this.fresh, this.list), this.detail));
     bind("j", "next sample", () => this.move(1));
     bind("k", "previous sample", () => this.move(-1));
     bind("/", "search in samples", () => { own.find.focus(); own.find.scrollIntoView({ block: "center" }); });
