@@ -31,7 +31,7 @@ TIERS = [
     {"curriculum", "sandbox"},
     {"config"},
     {"data", "tracking", "models", "algorithms"},
-    {"statistics", "scoring", "report"},
+    {"statistics", "scoring", "report", "convert"},
     {"rollout", "environments"},
     {"training", "constraints", "guard"},
     {"executor"},

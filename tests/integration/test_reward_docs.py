@@ -31,6 +31,9 @@ PAGES = [
     "constraints.md",
     "flow.md",
     "python.md",
+    "coming-from-trl.md",
+    "coming-from-verl.md",
+    "coming-from-openrlhf.md",
 ]
 SHELL = """
 import json, os, runpy, sys, traceback

@@ -33,6 +33,7 @@ COMMANDS = [
     "compare",
     "report",
     "watch",
+    "convert",
     "rescore",
     "bench",
     "sandbox corpus",

@@ -1,0 +1,216 @@
+"""What every conversion has: the options given, the keys written, and a list of what was not taken over.
+
+An option is taken over if the written number means the same. Where no number does, the nearest is written
+with a note, or the option is left out with a reason. Options that are not given count with the source's
+defaults, since those are not ours.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multitask_rl.config.checks import is_file
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.data.readers import read_file
+from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.plugins import list_plugins
+
+EXPERIMENT = "converted"
+"""``+experiment=converted`` names the written configuration of the run."""
+
+
+class Conversion:
+    """Options of one source on their way to our keys.
+
+    Args:
+        source: name and version of the library.
+        given: option -> value, as the user wrote it.
+        defaults: option -> the source's default, of options that are read.
+        reasons: pattern of options without a counterpart -> why.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        given: Mapping[str, Any],
+        defaults: Mapping[str, Any],
+        reasons: Mapping[str, str],
+        *,
+        num_rows: int | None = None,
+    ) -> None:
+        self.source = source
+        self.given = dict(given)
+        self._defaults = defaults
+        self._reasons = reasons
+        self._num_rows = num_rows
+        self.run: dict[str, Any] = {}
+        """Dotted key of the run's configuration -> value."""
+        self.task: dict[str, Any] = {}
+        """Dotted key that every task has -> value."""
+        self.tasks: dict[str, dict[str, Any]] = {}
+        """Task -> its own keys."""
+        self.files: dict[str, str] = {}
+        """Further files to write: name -> text."""
+        self.taken: list[tuple[str, str, str]] = []
+        """Options, our key, and what differs ("" = nothing)."""
+        self.left: dict[str, str] = {}
+        """Option -> why it was not taken over."""
+        self._read: set[str] = set()
+
+    def get(self, option: str) -> Any:
+        """Return the option's value: as given, else the source's default."""
+        self._read.add(option)
+        value = self.given.get(option)
+        return self._defaults.get(option) if value is None else value
+
+    def put(self, key: str, value: Any, *options: str, differs: str = "") -> None:
+        """Write ``key`` of the run, or of every task if it begins with ``task.``.
+
+        ``options`` are those that the value comes from; ``differs`` says what is not the same.
+        """
+        if key.startswith("task."):
+            self.task[key.removeprefix("task.")] = value
+        else:
+            self.run[key] = value
+        self.note(f"{key} = {value}", *options, differs=differs)
+
+    def note(self, key: str, *options: str, differs: str = "") -> None:
+        """Say that ``options`` became ``key``."""
+        self._read.update(options)
+        given = [o for o in options if o in self.given]
+        if given or differs:
+            self.taken.append((", ".join(given or options), key, differs))
+
+    def leave(self, option: str, reason: str) -> None:
+        """Say why a given option is not taken over."""
+        self._read.add(option)
+        if option in self.given:
+            self.left[option] = reason
+
+    def finish(self) -> None:
+        """Find a reason for each given option that nothing has read."""
+        for option in self.given:
+            if option not in self._read:
+                found = (why for pattern, why in self._reasons.items() if re.fullmatch(pattern, option))
+                self.left[option] = next(found, f"not known here as an option of {self.source}")
+        noted = {option for options, _, _ in self.taken for option in options.split(", ")}
+        for option in self.given:
+            if option in self._read and option not in noted and option not in self.left:
+                self.taken.append((option, "(nothing to write)", ""))
+
+    def rows_of(self, datasets: Iterable[str]) -> int | None:
+        """Return how many rows the data sets have: as given by the user, else counted in files."""
+        if self._num_rows is not None:
+            return self._num_rows
+        total = 0
+        for dataset in datasets:
+            if not is_file(Path(dataset)):
+                return None
+            try:
+                total += len(read_file(dataset))
+            except DataError:
+                return None
+        return total or None
+
+    def put_steps(self, steps: int | None, *options: str) -> None:
+        """Write ``max_steps`` from options that count passes or steps, or say that rows are not known."""
+        if steps is None:
+            told = "counts passes over rows whose number is not known here: give --rows N, or set max_steps"
+            self._read.update(options)
+            self.left[options[0]] = f"{told} (the default, {RunConfig().max_steps}, holds until then)"
+        else:
+            self.put("max_steps", max(1, steps), *options)
+
+    def put_trackers(self, option: str) -> None:
+        """Take over those trackers that are installed under the same name."""
+        names = self.get(option)
+        wanted = [names] if isinstance(names, str) else list(names or [])
+        installed = {info.name for info in list_plugins("multitask_rl.trackers")}
+        kept = [name for name in wanted if name in installed and name not in ("console", "jsonl")]
+        missing = sorted({*wanted} - installed - {"none", "all"}) if option in self.given else []
+        told = f"no tracker of the name {', '.join(missing)} is installed" if missing else ""
+        self.put("tracking.trackers", ["console", "jsonl", *kept], option, differs=told)
+
+    def configuration(self, tasks_file: str) -> dict[str, Any]:
+        """Return the run's configuration as nested mappings.
+
+        Raises:
+            ConfigError: a value is out of the range that a run allows.
+        """
+        values = _nested({"tasks_file": tasks_file, **self.run})
+        build_dataclass(RunConfig, values, Where(path=("the converted configuration",)))
+        return values
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write tasks, configuration, further files and the report below ``folder``; return their paths."""
+        tasks = {name: _nested({**own, **self.task}) for name, own in self.tasks.items()}
+        head = f"# written by `multitask-rl convert` from {self.source}; report.txt lists the options\n"
+        run = self.configuration(str(folder / "tasks.yaml"))
+        texts = {
+            "tasks.yaml": head + _dump({"tasks": tasks}),
+            f"experiment/{EXPERIMENT}.yaml": "# @package _global_\n" + head + _dump(run),
+            **self.files,
+            "report.txt": "\n".join(self.report()) + "\n",
+        }
+        written = []
+        for name, text in texts.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            written.append(path)
+        return written
+
+    def report(self) -> list[str]:
+        """Return the lines that say what became of every option."""
+        lines = [f"Options of {self.source}", "", "Taken over, with the same meaning:"]
+        lines += [f"  {options} -> {key}" for options, key, differs in self.taken if not differs]
+        lines += ["", "Taken over, but not the same:"]
+        lines += [f"  {o} -> {key}: {differs}" for o, key, differs in self.taken if differs] or ["  (none)"]
+        lines += ["", f"Other values that are written are defaults of {self.source}.", "", "Not taken over:"]
+        lines += [f"  {option}: {reason}" for option, reason in self.left.items()] or ["  (none)"]
+        return lines
+
+
+def ratio_or_steps(value: float, total: int | None) -> int | None:
+    """Return a number of steps that is given as such, or below 1 as a share of ``total``; None = unknown."""
+    if value >= 1 or value == 0:
+        return int(value)
+    return None if total is None else math.ceil(value * total)
+
+
+def task_name(dataset: str, taken: Iterable[str] = ()) -> str:
+    """Return a task's name for a data set's path or hub id, different from those ``taken``."""
+    stem = Path(dataset.removeprefix("reasoning_gym:")).name.partition(".")[0]
+    plain = re.sub(r"\W+", "_", stem).strip("_").lower() or "task"
+    name = plain if plain[0].isalpha() else f"task_{plain}"
+    known = set(taken)
+    return next(n for n in [name, *(f"{name}_{i}" for i in range(2, len(known) + 3))] if n not in known)
+
+
+def need(value: str | Sequence[str] | None, what: str, option: str, file: str) -> None:
+    """Refuse a conversion that lacks a data set or a reward: no tasks file would be valid."""
+    if not value:
+        raise ConfigError(f"{file}: no {what} was found in it; name it with {option}")
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *above, last = key.split(".")
+        level = tree
+        for name in above:
+            level = level.setdefault(name, {})
+        level[last] = value
+    return tree
+
+
+def _dump(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)

@@ -1,0 +1,553 @@
+"""Converted configurations mean the same: each trap computes the source's number and ours by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+
+from multitask_rl.algorithms.base import CreditBatch, TokenBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.policy_loss import clipped_surrogate, policy_loss
+from multitask_rl.cli import main
+from multitask_rl.config.run import OptimizerConfig
+from multitask_rl.convert.conversion import Conversion
+from multitask_rl.convert.openrlhf import convert_openrlhf
+from multitask_rl.convert.trl import convert_trl
+from multitask_rl.convert.verl import convert_verl
+from multitask_rl.errors import ConfigError
+from multitask_rl.training.optimizer import schedule_factor
+
+
+def trl(tmp_path: Path, num_rows: int | None = None, processes: int = 1, **options: Any) -> Conversion:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(json.dumps(options))
+    return convert_trl(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows, processes=processes)
+
+
+def verl(tmp_path: Path, *overrides: str, num_rows: int | None = None) -> Conversion:
+    file = tmp_path / "run.sh"
+    file.write_text("python3 -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(overrides))
+    return convert_verl(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
+
+
+def openrlhf(tmp_path: Path, *options: str, num_rows: int | None = None) -> Conversion:
+    file = tmp_path / "run.sh"
+    file.write_text("python3 -m openrlhf.cli.train_ppo_ray \\\n  " + " \\\n  ".join(options))
+    return convert_openrlhf(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
+
+
+def mean_loss(c: Conversion, losses: list[list[float]]) -> float:
+    """Return the loss of one minibatch from the losses of its tokens, as docs/configuration.md defines it."""
+    longest = c.run["rollout.max_new_tokens"]
+    mean = {
+        "token": sum(map(sum, losses)) / sum(map(len, losses)),
+        "sequence": sum(sum(own) / len(own) for own in losses) / len(losses),
+        "constant": sum(map(sum, losses)) / (len(losses) * longest),
+    }[c.task["algorithm_config.aggregation"]]
+    return mean * c.task.get("loss_weight", 1.0)
+
+
+LOSSES = [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0]]
+"""Of the tokens of two responses: 21 over 6 tokens."""
+
+
+# batches, updates and steps
+
+
+def test_trl_counts_responses_per_device_and_updates(tmp_path: Path) -> None:
+    c = trl(
+        tmp_path,
+        processes=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
+        steps_per_generation=8,
+        num_generations=8,
+        num_iterations=2,
+        max_steps=100,
+        warmup_steps=10,
+        save_steps=30,
+    )
+    responses = 4 * 2 * 8  # per device, devices, micro-batches of a generation
+    updates = 8 // 4 * 2  # accumulated micro-batches, iterations
+    assert c.run["batch.prompts_per_step"] * c.run["batch.group_size"] == responses
+    assert c.run["batch.num_minibatches"] * c.run["batch.num_epochs"] == updates
+    assert responses // c.run["batch.num_minibatches"] == 4 * 2 * 4  # responses of an update
+    assert c.run["max_steps"] * updates == 100
+    assert c.run["optimizer.warmup_steps"] == math.ceil(10 / updates)
+    assert c.run["checkpoint.every"] == math.ceil(30 / updates)
+
+
+def test_one_update_of_trl_over_several_generations_is_one_step(tmp_path: Path) -> None:
+    c = trl(tmp_path, gradient_accumulation_steps=4, steps_per_generation=2, max_steps=10)
+    assert c.run["batch.prompts_per_step"] * 8 == 8 * 4
+    assert (c.run["batch.num_minibatches"], c.run["max_steps"]) == (1, 10)
+
+
+def test_generations_that_num_generations_does_not_divide_ask_for_the_number_of_devices(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="--processes N"):
+        trl(tmp_path, per_device_train_batch_size=4)
+
+
+def test_epochs_become_steps_where_rows_are_known(tmp_path: Path) -> None:
+    assert (
+        trl(tmp_path, num_rows=83, num_train_epochs=2, per_device_train_batch_size=16).run["max_steps"] == 82
+    )
+    assert "--rows N" in trl(tmp_path, num_train_epochs=2).left["num_train_epochs"]
+    c = verl(tmp_path, "trainer.total_epochs=3", "data.train_batch_size=32", num_rows=100)
+    assert c.run["max_steps"] == 3 * (100 // 32)
+    options = ("--train.num_episodes 2", "--rollout.batch_size 16", "--train.max_epochs 4")
+    c = openrlhf(tmp_path, *options, num_rows=100)
+    assert c.run["max_steps"] == 2 * (100 // 16)  # epochs of training reuse a batch, they do not sample
+    assert c.run["batch.num_epochs"] == 4
+
+
+def test_verl_counts_mini_batches_in_prompts(tmp_path: Path) -> None:
+    names = ("data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16")
+    c = verl(tmp_path, *names, "actor_rollout_ref.rollout.n=5")
+    responses_of_an_update = 64 * 5 // c.run["batch.num_minibatches"]
+    assert responses_of_an_update == 16 * 5
+
+
+def test_openrlhf_counts_the_training_batch_in_responses(tmp_path: Path) -> None:
+    names = ("--rollout.batch_size 16", "--rollout.n_samples_per_prompt 8", "--train.batch_size 32")
+    c = openrlhf(tmp_path, *names)
+    assert c.run["batch.prompts_per_step"] * c.run["batch.group_size"] // c.run["batch.num_minibatches"] == 32
+
+
+# learning rate
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine", "constant_with_warmup"])
+def test_rates_are_those_of_transformers_and_one_update_ahead_while_they_rise(
+    tmp_path: Path, kind: str
+) -> None:
+    c = trl(tmp_path, lr_scheduler_type=kind, warmup_steps=4, max_steps=20)
+    config = OptimizerConfig(
+        schedule=c.run["optimizer.schedule"], warmup_steps=c.run["optimizer.warmup_steps"]
+    )
+    ours = [schedule_factor(config, step, c.run["max_steps"]) for step in range(20)]
+    done = [(step - 4) / 16 for step in range(4, 20)]
+    after = {
+        "linear": [1 - part for part in done],
+        "cosine": [0.5 * (1 + math.cos(math.pi * part)) for part in done],
+        "constant_with_warmup": [1.0] * 16,
+    }
+    theirs = [0.0, 0.25, 0.5, 0.75, *after[kind]]
+    assert ours[4:] == pytest.approx(theirs[4:])
+    assert ours[:4] == pytest.approx([*theirs[1:4], 1.0])
+    assert any("rate 0" in differs for _, _, differs in c.taken)
+
+
+def test_schedules_and_warm_ups_have_the_source_s_defaults(tmp_path: Path) -> None:
+    assert trl(tmp_path).run["optimizer.schedule"] == "linear"
+    assert "optimizer.warmup_steps" not in trl(tmp_path, lr_scheduler_type="constant", warmup_steps=5).run
+    assert verl(tmp_path, "data.shuffle=true").run["optimizer.schedule"] == "constant"
+    c = openrlhf(tmp_path, "--rollout.batch_size 10", "--train.batch_size 10", num_rows=1000)
+    assert (c.run["optimizer.schedule"], c.run["optimizer.warmup_steps"]) == ("cosine", 3)
+    assert any("0.1 of the rate" in differs for _, _, differs in c.taken)
+    betas = [f.run["optimizer.betas"] for f in (trl(tmp_path), verl(tmp_path, "data.shuffle=1"), c)]
+    assert betas == [[0.9, 0.999], [0.9, 0.999], [0.9, 0.95]]
+    assert verl(tmp_path, "data.shuffle=1").run["optimizer.weight_decay"] == 0.01
+
+
+# KL
+
+
+def kl_gradient(c: Conversion, now: float, ref: float) -> float:
+    """Return the derivative of our loss by the log-probability, without an advantage, at ratio 1."""
+    logprobs = torch.tensor([now], requires_grad=True)
+    batch = TokenBatch(
+        logprobs=logprobs,
+        old_logprobs=logprobs.detach(),
+        advantages=torch.zeros(1),
+        sequence=torch.zeros(1, dtype=torch.int64),
+        num_sequences=1,
+        ref_logprobs=torch.tensor([ref]),
+        kl_coefficient=c.task["kl.coefficient"],
+        kl_estimator=c.task["kl.estimator"],
+    )
+    policy_loss(batch, GRPOConfig()).loss.sum().backward()
+    assert logprobs.grad is not None
+    return float(logprobs.grad)
+
+
+def test_trl_s_kl_has_the_gradient_of_ours(tmp_path: Path) -> None:
+    now, ref, beta = -1.0, -1.5, 0.04
+    ratio = math.exp(ref - now)
+    value, slope = ratio - (ref - now) - 1, 1 - ratio  # k3 and its derivative
+    corrected = trl(tmp_path, beta=beta)
+    assert corrected.task["kl.placement"] == "loss"
+    assert kl_gradient(corrected, now, ref) == pytest.approx(beta * (value + slope), rel=1e-5)
+    plain = trl(tmp_path, beta=beta, use_bias_correction_kl=False)
+    assert kl_gradient(plain, now, ref) == pytest.approx(beta * slope, rel=1e-5)
+
+
+def test_a_plus_behind_verl_s_estimate_has_the_gradient_of_k2(tmp_path: Path) -> None:
+    names = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.actor.kl_loss_coef=0.1")
+    c = verl(tmp_path, *names, "actor_rollout_ref.actor.kl_loss_type=k3+")
+    assert kl_gradient(c, -1.0, -1.5) == pytest.approx(0.1 * (-1.0 + 1.5))
+
+
+def test_verl_s_kl_in_the_reward_is_the_same_only_without_scaling(tmp_path: Path) -> None:
+    names = (
+        "algorithm.adv_estimator=grpo",
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.kl_coef=0.5",
+    )
+    c = verl(tmp_path, *names, "algorithm.norm_adv_by_std_in_grpo=False")
+    rewards, kl = [1.0, 0.0, 0.0, 1.0], [0.4, 0.0, 0.8, 0.0]
+    total = [r - 0.5 * k for r, k in zip(rewards, kl, strict=True)]
+    theirs = [t - sum(total) / 4 for t in total]
+    batch = CreditBatch(
+        rewards=torch.tensor(rewards),
+        groups=torch.zeros(4, dtype=torch.int64),
+        lengths=torch.ones(4, dtype=torch.int64),
+        old_logprobs=torch.tensor(kl),
+        ref_logprobs=torch.zeros(4),
+        kl_coefficient=c.task["kl.coefficient"],
+    )
+    ours = GRPO(GRPOConfig(normalisation=c.task["algorithm_config.normalisation"])).credit(batch).advantages
+    assert ours.tolist() == pytest.approx(theirs)
+    assert c.task["kl.placement"] == "reward"
+    assert not any("kl.coefficient" in key and differs for _, key, differs in c.taken)
+    scaled = verl(tmp_path, *names, "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.1")
+    assert any("kl.coefficient" in key and "scaled" in differs for _, key, differs in scaled.taken)
+    assert "per token" in scaled.left["algorithm.kl_ctrl.target_kl"]
+
+
+def test_openrlhf_has_a_kl_in_the_reward_by_default(tmp_path: Path) -> None:
+    c = openrlhf(tmp_path, "--algo.advantage.estimator rloo")
+    assert (c.task["kl.coefficient"], c.task["kl.placement"]) == (0.01, "reward")
+    c = openrlhf(tmp_path, "--algo.kl.use_loss", "--algo.kl.estimator k3", "--algo.kl.unbiased_gradient")
+    assert (c.task["kl.placement"], c.task["kl.estimator"]) == ("loss", "k2")
+
+
+# clip ranges
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_trl_s_delta_is_the_dual_clip(tmp_path: Path, advantage: float) -> None:
+    c = trl(tmp_path, epsilon=0.1, epsilon_high=0.3, delta=2.0)
+    ratios = torch.tensor([0.5, 0.95, 1.2, 1.5, 4.0])
+    settings = {name: c.task[f"algorithm_config.{name}"] for name in ("clip_low", "clip_high", "dual_clip")}
+    ours = clipped_surrogate(ratios, torch.full((5,), advantage), **settings).loss.tolist()
+    theirs = [
+        -min(min(r, 2.0) * advantage, min(max(r, 0.9), 1.3) * advantage) for r in [0.5, 0.95, 1.2, 1.5, 4.0]
+    ]
+    assert ours == pytest.approx(theirs)
+    assert trl(tmp_path).task["algorithm_config.dual_clip"] == 0.0  # ours would be 3
+
+
+def test_trl_bounds_the_weight_of_cispo_itself(tmp_path: Path) -> None:
+    c = trl(tmp_path, loss_type="cispo", epsilon_high=5.0)
+    assert c.task["type"] == "cispo"
+    assert 1 + c.task["algorithm_config.clip_high"] == 5.0
+    assert 1 - c.task["algorithm_config.clip_low"] == 0.0
+    with pytest.raises(ConfigError, match="bounds the weight itself"):
+        trl(tmp_path, loss_type="cispo")
+
+
+def test_verl_s_clip_ratio_alone_changes_nothing(tmp_path: Path) -> None:
+    c = verl(tmp_path, "actor_rollout_ref.actor.clip_ratio=0.4", "algorithm.adv_estimator=grpo")
+    keys = ("clip_low", "clip_high", "dual_clip")
+    assert [c.task[f"algorithm_config.{key}"] for key in keys] == [0.2, 0.2, 3.0]
+    assert "alone it changes nothing" in c.left["actor_rollout_ref.actor.clip_ratio"]
+
+
+# sums and means of the loss
+
+
+def test_losses_of_trl_are_summed_up_alike(tmp_path: Path) -> None:
+    assert mean_loss(trl(tmp_path), LOSSES) == pytest.approx(21 / 6)  # dapo: all tokens
+    assert mean_loss(trl(tmp_path, loss_type="grpo"), LOSSES) == pytest.approx((1.5 + 4.5) / 2)
+    c = trl(tmp_path, loss_type="dr_grpo", max_completion_length=10)
+    assert mean_loss(c, LOSSES) == pytest.approx(21 / (2 * 10))
+    c = trl(tmp_path, loss_type="bnpo", per_device_train_batch_size=1, gradient_accumulation_steps=8)
+    assert c.task["algorithm_config.aggregation"] == "sequence"  # a micro-batch is one response
+    assert "no counterpart" in trl(tmp_path, loss_type="sapo").left["loss_type"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "theirs"),
+    [
+        ("token-mean", 21 / 6),
+        ("seq-mean-token-mean", (1.5 + 4.5) / 2),
+        ("seq-mean-token-sum", 21 / 2),
+        ("seq-mean-token-sum-norm", 21 / 2 / 10),
+    ],
+)
+def test_losses_of_verl_are_summed_up_alike(tmp_path: Path, mode: str, theirs: float) -> None:
+    names = (f"actor_rollout_ref.actor.loss_agg_mode={mode}", "data.max_response_length=10")
+    assert mean_loss(verl(tmp_path, *names), LOSSES) == pytest.approx(theirs)
+
+
+def test_a_scale_factor_of_verl_becomes_a_weight_of_the_loss(tmp_path: Path) -> None:
+    names = ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=10")
+    c = verl(tmp_path, *names, "actor_rollout_ref.actor.loss_scale_factor=40")
+    assert mean_loss(c, LOSSES) == pytest.approx(21 / 2 / 40)
+
+
+def test_dr_grpo_of_openrlhf_keeps_the_mean_over_tokens(tmp_path: Path) -> None:
+    c = openrlhf(tmp_path, "--algo.advantage.estimator dr_grpo")
+    assert (c.task["type"], c.task["algorithm_config.normalisation"]) == ("grpo", "none")
+    assert mean_loss(c, LOSSES) == pytest.approx(21 / 6)
+
+
+# rewards and responses
+
+
+@pytest.mark.parametrize(("scale", "std"), [("group", math.sqrt(1 / 3)), (False, 1.0)])
+def test_rewards_are_scaled_alike(tmp_path: Path, scale: str | bool, std: float) -> None:
+    c = trl(tmp_path, scale_rewards=scale)
+    batch = CreditBatch(
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        groups=torch.zeros(4, dtype=torch.int64),
+        lengths=torch.ones(4, dtype=torch.int64),
+    )
+    ours = GRPO(GRPOConfig(normalisation=c.task["algorithm_config.normalisation"])).credit(batch).advantages
+    epsilon = 1e-4 if scale else 0.0  # TRL's; ours is 1e-6
+    theirs = [(r - 0.5) / (std + epsilon) for r in (1.0, 0.0, 0.0, 1.0)]
+    assert ours.tolist() == pytest.approx(theirs, rel=2e-4)
+    batch_wide = trl(tmp_path, scale_rewards="batch")
+    assert any("whole batch" in differs for _, _, differs in batch_wide.taken)
+
+
+def test_masks_of_truncated_responses_are_not_taken_over_in_silence(tmp_path: Path) -> None:
+    c = trl(tmp_path, mask_truncated_completions=True)
+    assert "trained on like any other" in c.left["mask_truncated_completions"]
+
+
+def test_temperatures_of_training_and_evaluation(tmp_path: Path) -> None:
+    c = trl(tmp_path, temperature=0.7)
+    assert (c.run["rollout.temperature"], c.run["eval.temperature"]) == (0.7, 0.7)
+    c = verl(tmp_path, "actor_rollout_ref.rollout.temperature=0.7")
+    assert (c.run["rollout.temperature"], c.run["eval.temperature"]) == (0.7, 0.0)  # greedy validation
+    assert openrlhf(tmp_path, "--rollout.temperature 0.7").run["eval.temperature"] == 0.6
+
+
+def test_nothing_is_sampled_again_and_nothing_rolled_back_unless_the_source_does(tmp_path: Path) -> None:
+    plain = [trl(tmp_path), verl(tmp_path, "data.shuffle=1"), openrlhf(tmp_path, "--train.seed 1")]
+    assert [(c.run["batch.refill_rounds"], c.run["guard.enabled"]) for c in plain] == [(0, False)] * 3
+    filtered = ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches=4")
+    assert verl(tmp_path, *filtered).run["batch.refill_rounds"] == 3  # three further rounds
+
+
+def test_the_reference_of_trl_keeps_what_ours_forgets(tmp_path: Path) -> None:
+    c = trl(tmp_path, sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=1, beta=0.1)
+    old, new = 2.0, 6.0
+    decay = c.run["model.reference_decay"]
+    assert decay * old + (1 - decay) * new == 0.25 * new + 0.75 * old
+    assert "sync_ref_model" in trl(tmp_path, sync_ref_model=True).left  # every 512 updates
+
+
+def test_engine_mismatch_is_corrected_only_where_the_source_does(tmp_path: Path) -> None:
+    key = "algorithm_config.truncated_is"
+    assert trl(tmp_path).task[key] == 0.0
+    vllm = {"use_vllm": True, "vllm_importance_sampling_clip_max": 2.5}
+    c = trl(tmp_path, **vllm, vllm_importance_sampling_mode="token_truncate")
+    assert c.task[key] == 2.5
+    assert not any(key in written and differs for _, written, differs in c.taken)
+    assert any(key in written and differs for _, written, differs in trl(tmp_path, **vllm).taken)
+    assert verl(tmp_path, "data.shuffle=1").task[key] == 0.0
+
+
+# whole files
+
+SCRIPT = dedent(
+    '''
+    import os
+    import re
+
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.rewards import accuracy_reward
+
+    raise RuntimeError("a conversion runs nothing")
+    ANSWER = re.compile(r"(\\d+)$")
+
+
+    def last_number(text):
+        found = ANSWER.search(text)
+        return found[1] if found else None
+
+
+    def correct(completions, solution, **kwargs):
+        """Whether the last number is the solution."""
+        return [float(last_number(c) == s) for c, s in zip(completions, solution)]
+
+
+    rows = load_dataset("json", data_files="rows.jsonl", split="train")
+    config = GRPOConfig(
+        output_dir="runs/grpo",
+        num_generations=4,
+        learning_rate=float(os.environ["LR"]),
+        reward_weights=[2.0, 1.0],
+        unheard_of=1,
+    )
+    trainer = GRPOTrainer(
+        model="some/model",
+        args=config,
+        train_dataset=rows,
+        reward_funcs=[correct, accuracy_reward],
+        peft_config=LoraConfig(r=4, lora_alpha=8),
+    )
+    trainer.train()
+    '''
+)
+
+
+def write_rows(folder: Path, **columns: str) -> None:
+    rows = [{"prompt": f"{i}+1=", **columns} for i in range(40)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_script_of_trl_becomes_files_that_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, solution="7")
+    (tmp_path / "grpo.py").write_text(SCRIPT.replace("accuracy_reward]", "lambda completions, **_: [0.0]]"))
+    assert main(["convert", "--from", "trl", "grpo.py"]) == 0
+    told = capsys.readouterr().out
+    assert "learning_rate: the script computes it (float(os.environ['LR']))" in told
+    assert "unheard_of: not known here" in told
+    assert main(["tasks", "validate", "converted/tasks.yaml"]) == 0
+    assert main(["train", "--config-dir", "converted", "+experiment=converted", "--cfg", "job"]) == 0
+    text = (tmp_path / "converted" / "rewards.py").read_text()
+    assert "ANSWER = re.compile" in text
+    assert "load_dataset" not in text
+    assert main(["convert", "--from", "trl", "grpo.py"]) == 2
+    assert "--out DIR" in capsys.readouterr().err
+
+
+def test_rewards_imported_by_a_script_are_named_where_they_live(tmp_path: Path) -> None:
+    (tmp_path / "grpo.py").write_text(SCRIPT)
+    c = convert_trl(tmp_path / "grpo.py")
+    assert c.tasks["rows"]["rewards"] == [
+        {"plugin": "trl:rewards.py:correct", "weight": 2.0},
+        {"plugin": "trl:trl.rewards:accuracy_reward"},
+    ]
+    assert c.run["model.lora.rank"] == 4
+    assert c.run["model.name_or_path"] == "some/model"
+
+
+def test_a_script_of_verl_becomes_files_that_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, answer="7")
+    parameters = "data_source, solution_str, ground_truth, extra_info=None, strict=False"
+    (tmp_path / "reward.py").write_text(f"def compute_score({parameters}):\n    return 0.0\n")
+    (tmp_path / "run.sh").write_text(
+        dedent(
+            """
+            length=$((1024 * 2))
+            ARGS=(
+              data.max_response_length=${length}
+              # data.train_batch_size=1
+            )
+            python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=rows.jsonl \\
+              data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 \\
+              custom_reward_function.path=reward.py +custom_reward_function.reward_kwargs.strict=true \\
+              trainer.experiment_name=$NAME "${ARGS[@]}" $@
+            """
+        )
+    )
+    assert main(["convert", "--from", "verl", "run.sh"]) == 0
+    told = capsys.readouterr().out
+    assert "rollout.max_new_tokens = 2048" in told
+    written = (tmp_path / "converted" / "experiment" / "converted.yaml").read_text()
+    assert "max_steps: 150\n" in written  # 30 passes over 40 rows, 8 a step
+    assert "trainer.experiment_name: the shell computes it" in told
+    assert main(["tasks", "validate", "converted/tasks.yaml"]) == 0
+    assert main(["train", "--config-dir", "converted", "+experiment=converted", "--cfg", "job"]) == 0
+
+
+def test_a_yaml_of_verl_is_read_like_its_overrides(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(
+        "data: {train_batch_size: 32, prompt_key: question}\nalgorithm: {adv_estimator: rloo}\n"
+        "actor_rollout_ref: {rollout: {n: 4, prompt_length: '${data.max_prompt_length}'}}\n"
+    )
+    c = convert_verl(tmp_path / "run.yaml", dataset="hub/rows", reward="exact_match")
+    assert (c.task["type"], c.task["prompt"], c.run["batch.group_size"]) == ("rloo", "{question}", 4)
+
+
+def test_a_script_of_openrlhf_becomes_files_that_validate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path, answer="7")
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels, **_):\n"
+        "    return {'rewards': [float(q.endswith(a)) for q, a in zip(queries, labels)]}\n"
+    )
+    (tmp_path / "run.sh").write_text(
+        dedent(
+            """
+            ARGS=(
+               --reward.remote_url reward.py
+               --data.prompt_dataset rows.jsonl,rows.jsonl
+               --data.prompt_probs 0.25,0.75
+               --data.input_key prompt
+               --data.input_template $'Q: {}\\nA:'
+               --data.label_key answer
+               # --algo.kl.use_loss
+               --algo.advantage.estimator group_norm
+               --rollout.n_samples_per_prompt 4
+               --logger.wandb.key $KEY
+               --train.batch_size 64
+            )
+            ray job submit --address="http://localhost:8265" -- \\
+               python3 -m openrlhf.cli.train_ppo_ray --actor.adam.lr 5e-7 "${ARGS[@]}"
+            """
+        )
+    )
+    assert main(["convert", "--from", "openrlhf", "run.sh"]) == 0
+    assert "address" not in capsys.readouterr().out
+    assert main(["tasks", "validate", "converted/tasks.yaml"]) == 0
+    shown = (tmp_path / "converted" / "tasks.yaml").read_text()
+    assert "weight: 0.25" in shown
+    written = (tmp_path / "converted" / "experiment" / "converted.yaml").read_text()
+    assert "num_minibatches: 64\n" in written  # 1024 prompts, 4 responses each, 64 an update
+    assert "learning_rate: 5.0e-07\n" in written
+    assert "Q: {prompt}" in shown
+
+
+def test_options_of_openrlhf_before_0_11_are_read_under_their_present_names(tmp_path: Path) -> None:
+    c = openrlhf(
+        tmp_path, "--advantage_estimator rloo", "--rollout_batch_size 8", "--actor_learning_rate 5e-7"
+    )
+    assert (c.task["type"], c.run["batch.prompts_per_step"]) == ("rloo", 8)
+    assert c.run["optimizer.learning_rate"] == 5e-7
+
+
+def test_every_option_is_taken_over_or_listed_with_a_reason(tmp_path: Path) -> None:
+    found = [
+        trl(
+            tmp_path, use_vllm=False, bf16=True, top_k=5, eval_strategy="no", min_p=0.1, logging_steps=1, x=2
+        ),
+        verl(tmp_path, "trainer.nnodes=2", "data.truncation=error", "algorithm.lam=0.9", "made.up=1"),
+        openrlhf(tmp_path, "--ds.zero_stage 3", "--actor.dual_clip 3", "--reward.clip_range -5 5"),
+    ]
+    for c in found:
+        taken = {option for options, _, _ in c.taken for option in options.split(", ")}
+        assert set(c.given) <= taken | set(c.left)
+        assert all(c.left.values())
+
+
+@pytest.mark.parametrize("what", ["data set", "reward"])
+def test_what_is_missing_is_asked_for(tmp_path: Path, what: str) -> None:
+    (tmp_path / "grpo.yaml").write_text(
+        "dataset_name: hub/rows\n" if what == "reward" else "learning_rate: 1.0\n"
+    )
+    with pytest.raises(ConfigError, match=f"no {what} was found .* --"):
+        convert_trl(tmp_path / "grpo.yaml")
