@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.errors import ConfigError, path_errors
 
 _READERS = ("json", "parquet", "csv")
@@ -37,7 +38,7 @@ class Script:
 class _Reader:
     def __init__(self, text: str, name: str) -> None:
         try:
-            self._tree = ast.parse(text)
+            self._tree = parse_python(text)
         except SyntaxError as error:
             raise ConfigError(f"{name}: line {error.lineno}: this is not Python: {error.msg}") from error
         self._text = text
@@ -126,7 +127,7 @@ class _Reader:
     def _module(self, own: dict[str, str]) -> str:
         """Return a module with the functions, and the imports, constants and functions that they use."""
         open_names = [n for n, text in own.items() if not text]
-        open_names += [n for text in own.values() if text for n in _used(ast.parse(text))]
+        open_names += [n for text in own.values() if text for n in _used(parse_python(text))]
         needed: dict[int, ast.stmt] = {}
         while open_names:
             node = self._top.get(open_names.pop())

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.errors import ConfigError, path_errors
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
@@ -76,6 +77,6 @@ def _number(text: str, known: dict[str, str]) -> str:
         raise ValueError(text)
 
     try:
-        return str(of(ast.parse(text.strip(), mode="eval").body))
+        return str(of(parse_python(text.strip(), "eval").body))
     except (SyntaxError, ValueError, KeyError, ZeroDivisionError):
         return ""
