@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import re
+import tomllib
 import typing
 from pathlib import Path
 
@@ -71,6 +72,21 @@ def faults(page: str) -> list[str]:
     if len(rows) != 189:
         found.append(f"{len(rows)} rows")
     return found
+
+
+def test_folders_and_libraries_of_the_project_card_are_there() -> None:
+    for name in ("multitask_rl", "tasks", "rewards", "configs", "tests", "docs", "examples", "benchmarks"):
+        assert (ROOT / name).is_dir(), name
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    def names(requirements: list[str]) -> set[str]:
+        return {re.split(r"[^\w-]", requirement)[0] for requirement in requirements}
+
+    assert names(project["dependencies"]) >= {"torch", "transformers", "datasets", "hydra-core"}
+    extras = {name: names(own) for name, own in project["optional-dependencies"].items()}
+    assert {"evaluate", "codebleu"} <= extras["eval"]
+    assert [name in extras[name] for name in ("ray", "vllm", "mlflow")] == [True] * 3
+    assert not any("deepspeed" in own for own in extras.values())
 
 
 def test_the_page_of_the_reference_says_what_is_there() -> None:

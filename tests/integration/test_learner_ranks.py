@@ -43,6 +43,8 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(place, ex
     steps = [json.loads(line) for line in (place / "two" / "metrics.jsonl").read_text().splitlines()]
     numbers = {key: value for step in steps for key, value in step.items()}
     assert numbers["train/ranks/1/busy_s"] > 0.0
+    assert numbers["train/ranks/communication_s"] > 0.0
+    assert numbers["train/ranks/sent_mb"] > 0.0
     assert undocumented(place / "two") == set()
     assert numbers["train/ranks/0/waits_s"] == 0.0 or numbers["train/ranks/1/waits_s"] == 0.0
     assert 0.0 < numbers["utilisation/rank1"] <= numbers["utilisation/update"]

@@ -93,7 +93,7 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
     tracker.log_progress("sampling", 0, 64)
     tracker.log_progress("sampling", 32, 64)
     tracker.log_metrics(METRICS, 3)
-    tracker.log_metrics(METRICS, 4)
+    tracker.log_metrics(METRICS | {"macro/kl": 0.125}, 4)
     tracker.log_metrics(METRICS | {"task/math/failure_rate": 0.75, "task/a-long-name/reward_mean": 7.0}, 10)
     tracker.log_event(Event(step=10, source="guard", kind="alarm", reason="fell", task="math"))
     tracker.finish("finished")
@@ -103,7 +103,7 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
         "  task             held-out  reward  share",
         "  math         0.500 ±0.566   0.500    25%",
         "  a-long-name             -       -      -",
-        "step 4/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 4/10  reward 0.500  loss -0.250  kl 0.125  1.250 s (learning 60%, sampling 20%)  0:09 left",
         "step 10/10  warning: responses without a reward: math 75%",
         "step 10/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
         "  task             held-out  reward  share  failing",

@@ -4,13 +4,13 @@ import torch
 from learner_benches import Bench, relative_difference
 from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
-from multitask_rl.config.run import OptimizerConfig, RunConfig
+from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
 from multitask_rl.training.critic import Critic
-from multitask_rl.training.optimizer import schedule_factor
+from multitask_rl.training.optimizer import ActorCriticOptimizer, schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
 
@@ -189,3 +189,13 @@ def test_the_schedule_counts_training_steps_however_many_updates_they_make():
     bench.main.optimizer.step = lambda factor: rates.append(factor) or step(factor)
     bench.learner.update(bench.credited, shares={"b": 1.0}, step=1, learning_rate_factor=0.25)
     assert rates == [0.25] * 4
+
+
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_the_first_step_of_adam_divides_by_the_gradient_and_epsilon(eps):
+    weights = torch.nn.Parameter(torch.zeros(3))
+    weights.grad = torch.tensor([0.5, -1.5, 0.0])
+    config = OptimizerConfig(learning_rate=0.1, adam_eps=eps, weight_decay=0.0, max_grad_norm=100.0)
+    ActorCriticOptimizer([weights], [], config, CriticConfig()).step(1.0)
+    expected = [-0.1 * g / (abs(g) + eps) for g in (0.5, -1.5, 0.0)]
+    assert weights.tolist() == pytest.approx(expected, rel=1e-5)

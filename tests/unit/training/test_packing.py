@@ -76,3 +76,16 @@ def test_a_run_that_would_mix_up_samples_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"layout=packed: OPTForCausalLM cannot .* batch\.layout=auto"):
         ModelRunner(actor, Critic(), config)
     ModelRunner(build_actor(), Critic(), config)
+
+
+def test_samples_of_a_microbatch_are_of_like_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = [*torch.randint(2, 60, (40,), generator=generator).tolist(), 1000]
+    cut = build_microbatches(
+        [[3]] * len(lengths), [[4] * n for n in lengths], max_tokens=512, layout="bucketed", pad_token_id=0
+    )
+    groups = [sorted(lengths[i] for i in batch.indices) for batch in cut]
+    assert len(groups) > 3
+    assert [n for group in groups for n in group] == sorted(lengths), "one group ends where the next begins"
+    padded = sum(len(group) * (group[-1] + 1) for group in groups)
+    assert padded < 1.2 * sum(n + 1 for n in lengths)
