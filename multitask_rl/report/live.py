@@ -130,7 +130,8 @@ class LiveRun:
                     "columns": self._samples.columns,
                     "names": self._samples.names,
                     "chunk_size": CHUNK,
-                    "chunks": None,
+                    "texts": None,
+                    "tokens": None,
                     "left_out": 0,
                 }
                 self._data = dump_line({**data, "samples": samples}).encode(errors="replace")
@@ -146,10 +147,11 @@ class LiveRun:
                 found.append((name, status.st_size, status.st_mtime_ns))
         return found
 
-    def chunk(self, version: str, index: int) -> bytes | None:
-        """Return the texts of a chunk of samples (deflated JSON); None if there is no such chunk any more."""
+    def chunk(self, kind: str, version: str, index: int) -> bytes | None:
+        """Return ``texts`` or ``tokens`` of a chunk of samples; None if there is no such chunk any more."""
         with self._lock:
-            chunks = self._samples.chunks() if version == str(self._version) else []
+            own = self._samples.tokens if kind == "tokens" else self._samples.texts
+            chunks = own.packed() if version == str(self._version) else []
             return chunks[index] if 0 <= index < len(chunks) else None
 
 
@@ -173,8 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer(HTTPStatus.OK, self.server.page, "text/html; charset=utf-8")
             case ["data.json"]:
                 self._answer_data()
-            case ["chunk", version, index] if index.isdecimal():
-                chunk = self.server.run.chunk(version, int(index))
+            case ["texts" | "tokens" as kind, version, index] if index.isdecimal():
+                chunk = self.server.run.chunk(kind, version, int(index))
                 if chunk is None:
                     self._answer(HTTPStatus.GONE, b"the run has gone back: the page reads it again")
                 else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from multitask_rl.report.samples import CHUNK, Samples
+from multitask_rl.report.samples import CHUNK, Samples, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.tracking.console import ALARM_KINDS
 from multitask_rl.tracking.machine import read_machine
@@ -48,8 +48,10 @@ _RUN_CHARTS = {
 _STAGE_TIMES = ("rollout", "constraints", "rewards", "advantages", "update", "step")
 _MOST_POINTS = 800
 """Of one curve; of longer ones each point is the mean of as many steps as needed."""
-_SAMPLE_BYTES = 6_000_000
-"""Of compressed samples, which keeps the page under 8 MB."""
+_PAGE_BYTES = 7_700_000
+"""Of the whole page, which keeps it under 8 MB."""
+_TOKEN_BYTES = 1_000_000
+"""Of it for the tokens of samples, before texts of older samples get it."""
 _SPANS_OF_STEPS = 12
 """Newest steps in the timeline."""
 _MOST_SPANS = 4_000
@@ -67,26 +69,42 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
     metrics = read_lines(directory / "metrics.jsonl", charted)
     spans = read_lines(directory / "timeline.jsonl", span)
     data = payload(run, result, directory, metrics, spans)
-    return render_shell(run.name, "run.js", {**data, "samples": embedded(samples)})
+    # script and style, and the columns of samples
+    around = len(render_shell(run.name, "run.js", data)) + 12 * len(samples)
+    stored = embedded(samples, max(_TOKEN_BYTES, _PAGE_BYTES - around))
+    return render_shell(run.name, "run.js", {**data, "samples": stored})
 
 
-def embedded(samples: Samples, most_bytes: int = _SAMPLE_BYTES) -> dict[str, Any]:
-    """Return the newest samples, with at most ``most_bytes`` of texts (base64), and how many are left out."""
-    chunks = [base64.b64encode(chunk).decode() for chunk in samples.chunks()]
-    total, first = 0, len(chunks)
-    while first and (total + len(chunks[first - 1]) <= most_bytes or first == len(chunks)):
-        first -= 1
-        total += len(chunks[first])
-    left_out = first * CHUNK
-    columns = {name: values[left_out:] for name, values in samples.columns.items()}
+def embedded(samples: Samples, most_bytes: int) -> dict[str, Any]:
+    """Return the newest samples whose texts and tokens (base64) have at most ``most_bytes``.
+
+    Texts of older samples go before tokens of newer ones, but for ``_TOKEN_BYTES``. Without samples in the
+    page, ``left_out`` counts them.
+    """
+    kinds = (samples.texts, samples.tokens)
+    texts, tokens = ([base64.b64encode(chunk).decode() for chunk in own.packed()] for own in kinds)
+    first = _newest_within(texts, most_bytes - min(_TOKEN_BYTES, sum(map(len, tokens))))
+    left = most_bytes - sum(map(len, texts[first:]))
+    first_tokens = max(first, _newest_within(tokens, left))
+    columns = {name: values[first * CHUNK :] for name, values in samples.columns.items()}
     return {
         "version": "",
-        "columns": columns,
+        "columns": base64.b64encode(deflated(columns)).decode(),
         "names": samples.names,
         "chunk_size": CHUNK,
-        "chunks": chunks[first:],
-        "left_out": left_out,
+        "texts": texts[first:],
+        "tokens": [None] * (first_tokens - first) + tokens[first_tokens:],
+        "left_out": first * CHUNK,
     }
+
+
+def _newest_within(chunks: Sequence[str], most_bytes: int) -> int:
+    """Return the first of the newest chunks that have at most ``most_bytes`` together; one at least."""
+    total, first = 0, len(chunks)
+    while first and (first == len(chunks) or total + len(chunks[first - 1]) <= most_bytes):
+        first -= 1
+        total += len(chunks[first])
+    return first
 
 
 def payload(

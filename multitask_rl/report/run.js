@@ -20,6 +20,7 @@ function showRun(data) {
     const own = data.charts.filter(chart => chart.section === id);
     if (own.length) showSection(section(id, title), id, own, data);
   }
+  performance.mark("curves");
   if (data.spans.length) showTimes(section("time", "Time"), data);
   samples.update(data);
   const decisions = section("decisions", "Decisions");
@@ -116,7 +117,7 @@ const SHOWN = 200;
 const REJECTED = 1, VIOLATED = 2, JUDGED = 4, FAILED = 8, TRUNCATED = 16;
 
 const samples = {
-  columns: null, order: [], picked: -1, chunks: new Map(), texts: new Map(), limit: SHOWN, mode: "plain", key: 0,
+  columns: null, order: [], picked: -1, chunks: new Map(), lowered: new Map(), limit: SHOWN, mode: "plain", key: 0,
 
   build(body) {
     const input = (id, label, node) => { node.id = id; return make("label", { for: id }, label, node); };
@@ -149,18 +150,21 @@ const samples = {
     bind("x", "clear the filters", () => { for (const node of Object.values(own)) node.value = node === own.sort ? "new" : ""; this.filter(); });
   },
 
-  update(data) {
+  async update(data) {
     const body = section("samples", "Samples");
     const { samples: stored } = data;
-    if (!this.columns) this.build(body);
+    if (!this.list) this.build(body);
+    const columns = typeof stored.columns === "string" ? await unpack(stored.columns) : stored.columns;
     const known = this.columns ? this.columns.task.length : 0;
     this.stored = stored;
     this.names = stored.names;
-    if (this.version !== stored.version) { this.chunks.clear(); this.texts.clear(); this.picked = -1; }
-    else for (const index of this.chunks.keys()) if ((index + 1) * stored.chunk_size > known) { this.chunks.delete(index); this.texts.delete(index); }
-    const isNew = this.version !== stored.version || stored.columns.task.length !== known;
+    if (this.version !== stored.version) { this.chunks.clear(); this.lowered.clear(); this.picked = -1; }
+    const last = Math.floor(known / stored.chunk_size); // it may have got more samples
+    for (const kind of ["texts", "tokens"]) this.chunks.delete(`${kind}/${last}`);
+    this.lowered.delete(last);
+    const isNew = this.version !== stored.version || columns.task.length !== known;
     this.version = stored.version;
-    this.columns = stored.columns;
+    this.columns = columns;
     const options = (node, entries) => refresh(node, entries, () => entries.map(([value, text]) => make("option", { value }, text)));
     for (const [node, entries] of [
       [this.controls.task, [["", "all"], ...stored.names.task.map((name, i) => [String(i), name])]],
@@ -206,7 +210,7 @@ const samples = {
     if (query) {
       const found = [];
       for (const i of order) {
-        const texts = this.texts.get(this.place(i)[0]) || await this.lower(this.place(i)[0]);
+        const texts = this.lowered.get(this.place(i)[0]) || await this.lower(this.place(i)[0]);
         if (key !== this.key) return;
         if (texts[this.place(i)[1]].includes(query)) found.push(i);
       }
@@ -243,26 +247,32 @@ const samples = {
 
   place(i) { return [Math.floor(i / this.stored.chunk_size), i % this.stored.chunk_size]; },
 
-  async chunk(index) {
-    const { chunks, version } = this.stored;
+  /** Return a chunk of samples: what ``kind``, "texts" or "tokens", says of each; none if the page has none. */
+  async chunk(kind, index) {
+    const { version } = this.stored, own = this.stored[kind], name = `${kind}/${index}`;
     const load = async () => {
-      const answer = await fetch(`chunk/${version}/${index}`, { cache: "no-store" });
+      const answer = await fetch(`${kind}/${version}/${index}`, { cache: "no-store" });
       if (answer.ok) return answer.json();
-      this.chunks.delete(index);
+      this.chunks.delete(name);
       throw new Error(await answer.text());
     };
-    if (!this.chunks.has(index)) this.chunks.set(index, chunks ? unpack(chunks[index]) : load());
-    return this.chunks.get(index);
+    if (!this.chunks.has(name)) this.chunks.set(name, !own ? load() : own[index] ? unpack(own[index]) : []);
+    return this.chunks.get(name);
   },
 
   async lower(index) {
-    if (!this.texts.has(index)) this.texts.set(index, (await this.chunk(index)).map(one => `${one.prompt}\n${one.response}`.toLowerCase()));
-    return this.texts.get(index);
+    if (!this.lowered.has(index)) this.lowered.set(index, (await this.chunk("texts", index)).map(one => `${one.prompt}\n${one.response}`.toLowerCase()));
+    return this.lowered.get(index);
   },
 
   async sample(i) {
     const [chunk, at] = this.place(i);
-    return (await this.chunk(chunk))[at];
+    return (await this.chunk("texts", chunk))[at];
+  },
+
+  async tokens(i) {
+    const [chunk, at] = this.place(i);
+    return (await this.chunk("tokens", chunk))[at];
   },
 
   async rows() {
@@ -278,6 +288,7 @@ const samples = {
     if (this.order.length > this.limit) {
       rows.push(make("button", { type: "button", click: () => { this.limit += SHOWN; this.rows(); } }, `show ${Math.min(SHOWN, this.order.length - this.limit)} more`));
     }
+    performance.mark("samples"); // for benchmarks/report_page.py
     this.list.replaceChildren(...(rows.length ? rows : [make("p", { class: "muted", style: "padding:.75rem" }, at.task.length ? "No sample passes the filters." : "The run stored no samples (tracking.store_rollouts).")]));
   },
 
@@ -296,7 +307,7 @@ const samples = {
     const isSibling = j => at.task[j] === at.task[i] && at.step[j] === at.step[i] && at.prompt[j] === at.prompt[i] && at.draw[j] === at.draw[i];
     for (let j = i; j >= 0 && at.step[j] === at.step[i]; j--) if (isSibling(j)) siblings.unshift(j);
     for (let j = i + 1; j < at.task.length && at.step[j] === at.step[i]; j++) if (isSibling(j)) siblings.push(j);
-    const found = await Promise.all(siblings.map(async j => [j, await this.sample(j)]));
+    const found = await Promise.all(siblings.map(async j => [j, { ...await this.sample(j), tokens: await this.tokens(j) }]));
     if (this.picked !== i) return;
     found.sort(([, a], [, b]) => a.sample - b.sample || a.attempt - b.attempt);
     this.opened = found;
@@ -316,7 +327,7 @@ const samples = {
     const modes = ["plain", "probability", "advantage"].map(mode => make("button", { type: "button", "aria-pressed": String(mode === this.mode), click: () => { this.mode = mode; this.render(); } }, mode));
     const hasTokens = this.opened.some(([, one]) => one.tokens);
     const scales = {
-      plain: hasTokens ? "" : "the run stored no tokens of these samples",
+      plain: hasTokens ? "" : "not stored, or left out of this page",
       probability: make("span", { class: "scale" }, "likely", make("i", { style: "background:linear-gradient(90deg,transparent,rgba(var(--rare),.75))" }), "unlikely when sampled"),
       advantage: make("span", { class: "scale" }, digits(-most), make("i", { style: "background:linear-gradient(90deg,rgba(var(--minus),.7),transparent,rgba(var(--plus),.7))" }), `+${digits(most)}`),
     };

@@ -13,7 +13,7 @@ _MOST_CHARACTERS = 100_000
 """Of one text in the page; the rest is in ``rollouts.jsonl``."""
 _MOST_OF_A_COLUMN = 2_000
 """Characters of one column of the row of the data set."""
-_TEXTS = ("sample", "attempt", "breakdown", "failure", "finish_reason", "verdicts", "turns", "tokens")
+_TEXTS = ("sample", "attempt", "breakdown", "failure", "finish_reason", "verdicts", "turns")
 _NAMED = ("task", "prompt", "failure")
 _REJECTED, _VIOLATED, _JUDGED, _FAILED, _TRUNCATED = 1, 2, 4, 8, 16
 
@@ -27,8 +27,10 @@ class Samples:
         """Name -> a value per sample. ``task``, ``prompt``, ``failure``: indices of ``names`` (-1: none).
         ``violated`` has a bit per constraint, ``flags`` one for REJECTED, VIOLATED, ... in ``run.js``."""
         self._names: dict[str, dict[str, int]] = {name: {} for name in (*_NAMED, "constraint")}
-        self._full: list[bytes] = []
-        self._last: list[dict[str, Any]] = []
+        self.texts = Chunks()
+        """Prompt, response, results, ... of each sample, besides its columns."""
+        self.tokens = Chunks()
+        """What ``TokenRecord`` holds, or None where the run did not store it."""
 
     def __len__(self) -> int:
         return len(self.columns["step"])
@@ -74,21 +76,35 @@ class Samples:
         }
         for key, value in row.items():
             self.columns[key].append(value)
-        self._last.append(text)
-        if len(self._last) == CHUNK:
-            self._full.append(_packed(self._last))
-            self._last = []
-
-    def chunks(self) -> list[bytes]:
-        """Return the texts: JSON lists of ``CHUNK`` samples each (the last has fewer), deflated."""
-        return [*self._full, *([_packed(self._last)] if self._last else [])]
+        self.texts.add(text)
+        self.tokens.add(line.get("tokens"))
 
     def _index(self, kind: str, name: str) -> int:
         return self._names[kind].setdefault(name, len(self._names[kind]))
 
 
-def _packed(samples: list[dict[str, Any]]) -> bytes:
-    text = json.dumps(samples, ensure_ascii=False, separators=(",", ":"))
+class Chunks:
+    """Lists of ``CHUNK`` values each (the last has fewer), as deflated JSON."""
+
+    def __init__(self) -> None:
+        self._full: list[bytes] = []
+        self._last: list[Any] = []
+
+    def add(self, value: object) -> None:
+        """Add a value behind the others."""
+        self._last.append(value)
+        if len(self._last) == CHUNK:
+            self._full.append(deflated(self._last))
+            self._last = []
+
+    def packed(self) -> list[bytes]:
+        """Return all chunks."""
+        return [*self._full, *([deflated(self._last)] if self._last else [])]
+
+
+def deflated(value: object) -> bytes:
+    """Return a value as deflated JSON."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return zlib.compress(text.encode(errors="replace"))
 
 

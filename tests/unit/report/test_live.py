@@ -51,7 +51,7 @@ def test_it_serves_page_data_and_samples(server: LiveServer) -> None:
     found = json.loads(data)
     assert found["samples"]["columns"]["step"] == [1]
     assert ask(server, "data.json", **{"If-None-Match": mark}) == (304, b"", mark)
-    status, chunk, _ = ask(server, f"chunk/{found['samples']['version']}/0")
+    status, chunk, _ = ask(server, f"texts/{found['samples']['version']}/0")
     assert status == 200
     assert json.loads(zlib.decompress(chunk))[0]["response"] == "2"
 
@@ -68,9 +68,9 @@ def test_it_serves_page_data_and_samples(server: LiveServer) -> None:
         ("../data.json", "GET", {}, 404),
         ("../../../etc/passwd", "GET", {}, 404),
         ("config.yaml", "GET", {}, 404),
-        ("chunk/1/99", "GET", {}, 410),
-        ("chunk/0/0", "GET", {}, 410),
-        ("chunk/1/-1", "GET", {}, 404),
+        ("texts/1/99", "GET", {}, 410),
+        ("texts/0/0", "GET", {}, 410),
+        ("texts/1/-1", "GET", {}, 404),
         ("data.json", "POST", {}, 501),
         ("data.json", "DELETE", {}, 501),
     ],
@@ -121,8 +121,8 @@ def test_new_lines_are_read_once_and_a_resumed_run_anew(tmp_path: Path) -> None:
     # cut to a checkpoint, and as long as before when it is read again
     path.write_text("".join(json.dumps(sample(step)) + "\n" for step in (1, 2, 7, 8, 9, 10)))
     assert columns() == ("2", [1, 2, 7, 8, 9, 10])
-    assert live.chunk("1", 0) is None
-    assert live.chunk("2", 0) is not None
+    assert live.chunk("texts", "1", 0) is None
+    assert live.chunk("texts", "2", 0) is not None
     path.unlink()
     assert columns() == ("3", [])
 

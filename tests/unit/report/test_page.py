@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import random
 import re
 import zlib
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
     assert "alert(1)<" not in text
     assert "<title>" in text.partition("&lt;script&gt; &amp;amp;</title>")[0]
     assert data["alarms"][0]["reason"] == EVIL
-    chunk = json.loads(zlib.decompress(base64.b64decode(data["samples"]["chunks"][0])))
+    chunk = json.loads(zlib.decompress(base64.b64decode(data["samples"]["texts"][0])))
     assert chunk[0]["response"] == EVIL * 3
     assert data["samples"]["names"]["task"] == [EVIL]
 
@@ -110,7 +111,7 @@ def test_samples_have_columns_to_filter_by(tmp_path: Path) -> None:
         "failure": ["timeout"],
         "constraint": ["short"],
     }
-    assert stored["columns"] == {
+    assert json.loads(zlib.decompress(base64.b64decode(stored["columns"]))) == {
         "step": [1, 2, 2],
         "draw": [0, 0, 0],
         "reward": [0.5, None, 0.5],
@@ -123,23 +124,40 @@ def test_samples_have_columns_to_filter_by(tmp_path: Path) -> None:
     }
 
 
-def test_the_oldest_samples_are_left_out_of_a_page_that_would_be_too_large() -> None:
+def test_of_too_many_samples_the_page_has_the_newest_and_tokens_of_fewer() -> None:
     samples = Samples()
     for step in range(3 * CHUNK + 1):
-        samples.add(sample(step))
-    whole = embedded(samples)
-    assert (whole["left_out"], len(whole["chunks"])) == (0, 4)
-    part = embedded(samples, most_bytes=len(whole["chunks"][-1]) + len(whole["chunks"][2]))
+        samples.add(sample(step, tokens={"texts": ["2"], "logprobs": [-0.5], "advantages": 0.5}))
+    whole = embedded(samples, 1_000_000)
+    assert (whole["left_out"], len(whole["texts"]), len(whole["tokens"])) == (0, 4, 4)
+    assert None not in whole["tokens"]
+    texts, tokens = ([len(chunk) for chunk in whole[kind]] for kind in ("texts", "tokens"))
+    part = embedded(samples, sum(texts[2:]) + sum(tokens))
     assert part["left_out"] == 2 * CHUNK
-    assert part["columns"]["step"] == list(range(2 * CHUNK, 3 * CHUNK + 1))
-    assert embedded(samples, most_bytes=1)["left_out"] == 3 * CHUNK, "one chunk is always there"
+    columns = json.loads(zlib.decompress(base64.b64decode(part["columns"])))
+    assert columns["step"] == list(range(2 * CHUNK, 3 * CHUNK + 1))
+    assert None not in part["tokens"]
+    least = embedded(samples, 1)
+    assert (least["left_out"], len(least["texts"]), len(least["tokens"])) == (3 * CHUNK, 1, 1)
+
+
+def test_older_samples_have_texts_without_tokens() -> None:
+    chance = random.Random(1)
+    samples = Samples()
+    for step in range(4 * CHUNK):
+        logprobs = [chance.random() for _ in range(200)]
+        samples.add(sample(step, tokens={"texts": ["2"] * 200, "logprobs": logprobs, "advantages": None}))
+    most = 1_000_000 + sum(len(base64.b64encode(chunk)) for chunk in samples.texts.packed())
+    page = embedded(samples, most)
+    assert page["left_out"] == 0
+    assert [chunk is None for chunk in page["tokens"]] == [True, True, True, False]
 
 
 def test_a_text_without_end_is_cut_and_says_so() -> None:
     samples = Samples()
     row = {"long": "b" * 9_000, "prompt": "left out", "none": None}
     samples.add(sample(1, response="a" * 200_000, row=row))
-    (one,) = json.loads(zlib.decompress(samples.chunks()[0]))
+    (one,) = json.loads(zlib.decompress(samples.texts.packed()[0]))
     assert one["response"].endswith("aaa ... (100,000 characters more are in rollouts.jsonl)")
     assert list(one["row"]) == ["long"]
     assert len(one["row"]["long"]) < 2_100
