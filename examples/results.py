@@ -111,4 +111,5 @@ def print_next_steps(directory: Path, trainer: Trainer, summary: Path) -> None:
     python = Path(sys.executable)
     print(f"\nsummary: {summary}\nrun: {trainer.config.output_dir}")
     print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {trainer.config.tracking.uri}")
-    print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'}")
+    page = f"--html {directory / 'report.html'} --open"
+    print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'} {page}")

@@ -1,11 +1,13 @@
 """The source archive and the wheel made of it hold what a run needs, and run from an empty directory."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +26,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("package")
     source = made / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("multitask_rl", "tasks", "rewards"):
         ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -51,6 +53,18 @@ def test_the_wheel_holds_every_module_and_configuration(installed: Path) -> None
                     or path.name == "LICENSE"
                 ):
                     assert (installed / path.relative_to(root)).is_file(), path
+
+
+def test_the_description_of_the_wheel_has_no_link_that_leads_nowhere(installed: Path) -> None:
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    text = metadata.read_text(encoding="utf-8")
+    assert "# multitask-rl" in text
+    assert re.findall(r"\]\((?!https?://|#)[^)]+\)", text) == []
+    code = (ROOT / "setup.py").read_text(encoding="utf-8").split("settings = ")[0]
+    names: dict[str, Any] = {"__file__": str(ROOT / "setup.py")}
+    exec(code, names)
+    told = names["description"]("[a](docs/a.md) ![b](b.png) [c](https://c)", "https://x/y")
+    assert told == "[a](https://x/y/blob/main/docs/a.md) ![b](https://x/y/raw/main/b.png) [c](https://c)"
 
 
 def test_the_wheel_runs_from_an_empty_directory(installed: Path, tmp_path: Path) -> None:
