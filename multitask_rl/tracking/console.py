@@ -32,6 +32,12 @@ _COLUMNS: Mapping[str, str] = {
     "kl": "kl",
 }
 """Title -> the metric ``task/<name>/<metric>`` of the column."""
+_RATES: Mapping[str, str] = {
+    "samples/s": "samples_per_s",
+    "tokens/s": "tokens_per_s",
+    "rewards/s": "rewards_per_s",
+}
+"""Further columns where there is no terminal, which may be narrow."""
 _SHARES = ("share", "rejected", "failing")
 _STAGES = {"rollout": "sampling", "constraints": "constraints", "rewards": "rewards", "update": "learning"}
 _BARS = "▁▂▃▄▅▆▇█"
@@ -140,7 +146,7 @@ class ConsoleTracker(Tracker):
         shown = {"loss": "train/loss", "kl": "macro/kl"}
         parts += [f"{name} {_number(metrics[key])}" for name, key in shown.items() if key in metrics]
         if "time/step_s" in metrics:
-            parts += [f"{_number(metrics['time/step_s'])} s ({_stages(metrics)})"]
+            parts += [f"{_number(metrics['time/step_s'])} s ({_stages(metrics)})", *_rates(metrics)]
         self._tell("  ".join([*parts, *filter(None, [self._left()])]))
         if step % _TABLE_EVERY == 0 or step == self._first_step + 1:
             for line in _rows(self._tasks):
@@ -224,7 +230,8 @@ class ConsoleTracker(Tracker):
             step_s = self._numbers["time/step_s"]
             loss = _number(self._numbers.get("train/loss", math.nan))
             text = f"a step {_number(step_s)} s: {_stages(self._numbers)}"
-            lines.append(Text(f"{text}; {_number(speed)} tokens/s; loss {loss}", style="dim"))
+            rates = ", ".join([f"{_number(speed)} tokens/s", *_rates(self._numbers)])
+            lines.append(Text(f"{text}; {rates}; loss {loss}", style="dim"))
         for source, text in self._decisions.items():
             lines.append(Text(printable(f"{source}: {text}"), no_wrap=True, overflow="ellipsis"))
         for text in self._warnings:
@@ -245,14 +252,16 @@ class _TaskView:
         self.half_width = 1.96 * evaluation.primary.error
 
 
-def _cells(tasks: Mapping[str, _TaskView]) -> tuple[list[str], dict[str, list[str]]]:
+def _cells(
+    tasks: Mapping[str, _TaskView], metrics: Mapping[str, str] = _COLUMNS
+) -> tuple[list[str], dict[str, list[str]]]:
     """Return the titles, and name -> a text per title; a column that no task has is left out."""
     columns: dict[str, list[str]] = {}
     if any(view.held_out for view in tasks.values()):
         columns["held-out"] = [_level(view) for view in tasks.values()]
     if any(len(view.held_out) > 1 for view in tasks.values()):
         columns["trend"] = [_sparkline(view.held_out) for view in tasks.values()]
-    for title, metric in _COLUMNS.items():
+    for title, metric in metrics.items():
         values = [view.numbers.get(metric, math.nan) for view in tasks.values()]
         if any(value for value in values if not math.isnan(value)) or title in ("reward", "share"):
             texts = [f"{v:.0%}" if title in _SHARES and math.isfinite(v) else _number(v) for v in values]
@@ -261,7 +270,7 @@ def _cells(tasks: Mapping[str, _TaskView]) -> tuple[list[str], dict[str, list[st
 
 
 def _rows(tasks: Mapping[str, _TaskView]) -> list[str]:
-    titles, rows = _cells(tasks)
+    titles, rows = _cells(tasks, {**_COLUMNS, **_RATES})
     if not rows:
         return []
     widths = [max(len(t), *(len(row[i]) for row in rows.values())) for i, t in enumerate(titles)]
@@ -273,6 +282,12 @@ def _rows(tasks: Mapping[str, _TaskView]) -> list[str]:
         ).rstrip()
         for line in lines
     ]
+
+
+def _rates(metrics: Mapping[str, float]) -> list[str]:
+    """Return samples and updates per second, where known."""
+    keys = {"samples/s": "time/samples_per_s", "updates/s": "time/updates_per_s"}
+    return [f"{_number(metrics[key])} {title}" for title, key in keys.items() if key in metrics]
 
 
 def _level(view: _TaskView) -> str:

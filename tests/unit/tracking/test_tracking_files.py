@@ -42,9 +42,12 @@ METRICS = {
     "task/math/share_sampled": 0.3,
     "task/math/share_trained": 0.2,
     "task/math/rejection_rate": 0.0,
+    "task/math/samples_per_s": 128.0,
+    "task/math/tokens_per_s": 2048.0,
     "task/a-long-name/reward_mean": math.nan,
     "macro/reward_mean": 0.5,
     "time/samples_per_s": 250.0,
+    "time/updates_per_s": 3.2,
     "time/step_s": 1.25,
     "time/update_s": 0.75,
     "train/loss": -0.25,
@@ -94,21 +97,24 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
     tracker.log_progress("sampling", 32, 64)
     tracker.log_metrics(METRICS, 3)
     tracker.log_metrics(METRICS | {"macro/kl": 0.125}, 4)
-    tracker.log_metrics(METRICS | {"task/math/failure_rate": 0.75, "task/a-long-name/reward_mean": 7.0}, 10)
+    late = {"failure_rate": 0.75, "rejection_rate": 0.008, "rewards_per_s": 28.0}
+    late = {f"task/math/{name}": value for name, value in late.items()}
+    tracker.log_metrics(METRICS | late | {"task/a-long-name/reward_mean": 7.0}, 10)
     tracker.log_event(Event(step=10, source="guard", kind="alarm", reason="fell", task="math"))
     tracker.finish("finished")
-    assert re.sub(r"\d+:\d\d left", "0:09 left", stream.getvalue()).splitlines()[1:] == [
+    rates = r"250 samples/s  3.200 updates/s  \d+:\d\d left"
+    assert re.sub(rates, "RATES", stream.getvalue()).splitlines()[1:] == [
         "step 2/10  held out: math 0.500 ±0.566",
-        "step 3/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
-        "  task             held-out  reward  share",
-        "  math         0.500 ±0.566   0.500    25%",
-        "  a-long-name             -       -      -",
-        "step 4/10  reward 0.500  loss -0.250  kl 0.125  1.250 s (learning 60%, sampling 20%)  0:09 left",
+        "step 3/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  RATES",
+        "  task             held-out  reward  share  samples/s  tokens/s",
+        "  math         0.500 ±0.566   0.500    25%        128     2,048",
+        "  a-long-name             -       -      -          -         -",
+        "step 4/10  reward 0.500  loss -0.250  kl 0.125  1.250 s (learning 60%, sampling 20%)  RATES",
         "step 10/10  warning: responses without a reward: math 75%",
-        "step 10/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  0:09 left",
-        "  task             held-out  reward  share  failing",
-        "  math         0.500 ±0.566   0.500    25%      75%",
-        "  a-long-name             -   7.000      -        -",
+        "step 10/10  reward 0.500  loss -0.250  1.250 s (learning 60%, sampling 20%)  RATES",
+        "  task             held-out  reward  share  rejected  failing  samples/s  tokens/s  rewards/s",
+        "  math         0.500 ±0.566   0.500    25%        1%      75%        128     2,048       28.0",
+        "  a-long-name             -   7.000      -         -        -          -         -          -",
         "step 10  guard alarm [math]: fell",
         f"run finished; next: multitask-rl report {tmp_path} --html {tmp_path}/report.html --open",
     ]

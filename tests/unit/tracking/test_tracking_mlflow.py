@@ -54,7 +54,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     first.start({"seed": 3, "optimizer": {"learning_rate": 0.1}})
     for step in range(1, 4):
         metrics = {"task/math/reward_mean": step / 10, "task/m:x/kl": 1.0, "bad": math.nan, "worse": math.inf}
-        first.log_metrics(metrics, step)
+        first.log_metrics({**metrics, "train/loss": 1.0 / step}, step)
     for step in (1, 3):
         first.log_event(Event(step=step, source="guard", kind="alarm", reason=f"fell {step}"))
     first.finish("failed")
@@ -78,6 +78,8 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert run.data.params == {"seed": "3", "optimizer.learning_rate": "0.1", "new": "1"}
     history = client.get_metric_history(run_id, "task/math/reward_mean")
     assert [(point.step, point.value) for point in history] == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.9)]
+    losses = client.get_metric_history(run_id, "train/loss")
+    assert [(point.step, point.value) for point in losses] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert "bad" not in run.data.metrics
     assert legal_name("task/m:x/kl") in run.data.metrics
     assert run.data.tags["metrics_not_finite"] == "6"
