@@ -255,9 +255,13 @@ def contents(output: Path, *, mlflow: bool) -> dict[str, Any]:
 def _mlflow(output: Path) -> dict[str, Any]:
     from mlflow import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{(output / 'mlflow.db').resolve()}")
+    client = MlflowClient(tracking_uri=f"sqlite:///{(output.parent / 'mlflow.db').resolve()}")
     experiments = [e.experiment_id for e in client.search_experiments() if e.name != "Default"]
-    runs = client.search_runs(experiments)
+    runs = [
+        run
+        for run in client.search_runs(experiments)
+        if run.data.tags["multitask_rl.output_dir"].endswith(f":{output.resolve()}")
+    ]
     if len(runs) != 1:
         return {"mlflow runs": [run.info.status for run in runs]}
     (run,) = runs

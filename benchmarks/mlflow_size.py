@@ -26,7 +26,7 @@ def main() -> None:
     areas = [f"task/task_{index}" for index in range(options.tasks)] + ["train"]
     names = [f"{area}/some_metric_{index:02d}" for area in areas for index in range(options.names)]
     with tempfile.TemporaryDirectory() as directory:
-        tracker = MLflowTracker(Path(directory), TrackingConfig(), None)
+        tracker = MLflowTracker(Path(directory) / "run", TrackingConfig(), None)
         tracker.start({})
         for step in range(1, options.steps + 1):
             tracker.log_metrics({name: random.random() for name in names}, step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
 from typing import Any, TypeVar
@@ -510,6 +510,20 @@ def rename_task(key: str, renamed: Mapping[str, str] | None) -> str:
     """Return ``key``, ``task`` or ``task/...``, with the present name of the task."""
     task, slash, rest = key.partition("/")
     return f"{(renamed or {}).get(task, task)}{slash}{rest}"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetRecord:
+    """The rows that a task trains on, or is evaluated on."""
+
+    task: str
+    is_held_out: bool
+    source: str
+    """As the tasks file names it."""
+    num_rows: int | None
+    """None = streamed: unknown."""
+    digest: Callable[[], str]
+    """Computes a hash of the rows, of streamed ones of the first; it reads them all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -95,7 +95,6 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
         output_dir=str(directory / "run"),
         seed=options.seed,
         max_steps=options.max_steps or config.max_steps,
-        tracking=replace(config.tracking, uri=f"sqlite:///{directory / 'mlflow.db'}"),
     )
 
 

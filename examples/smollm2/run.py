@@ -158,7 +158,6 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
         seed=options.seed,
         num_threads=options.threads or config.num_threads,
         max_steps=options.max_steps or config.max_steps,
-        tracking=replace(config.tracking, uri=f"sqlite:///{directory / 'mlflow.db'}"),
     )
 
 

@@ -299,7 +299,7 @@ class TrackingConfig(Settings):
     run_name: str = ""
     """Empty = made from the time and the seed."""
     uri: str = ""
-    """MLflow tracking URI; empty = ``sqlite:///<output_dir>/mlflow.db``."""
+    """MLflow tracking URI; empty = the SQLite file ``mlflow.db`` beside ``output_dir``, which runs share."""
     store_rollouts: Annotated[int, Range("[-1, inf)")] = 8
     """Rollouts per task and step written to ``rollouts.jsonl``; -1 = all."""
 

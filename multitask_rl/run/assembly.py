@@ -228,6 +228,7 @@ def build_parts(
         )
         if track:
             trackers.start(store.write_config(config, plan.specs), store.resumed_at)
+            trackers.log_datasets(plan.dataset_records())
             supervisor.note(store.events)
             logger.info("%s", plan.describe())
             _tell_disk(plan, actor)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
-from multitask_rl.data.rows import held_out_warning
+from multitask_rl.data.rows import fingerprint, held_out_warning
 from multitask_rl.errors import ConfigError, DataError, path_errors
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
@@ -33,6 +34,7 @@ from multitask_rl.plugins import (
     absolute_reference,
     load_plugin,
 )
+from multitask_rl.records import DatasetRecord
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
@@ -75,6 +77,21 @@ class RunPlan:
     def reported(self) -> set[str]:
         """Names of the tasks whose held-out rows are of the split ``test``: no controller reads them."""
         return {name for name, (_, held_out) in self.rows.items() if isinstance(held_out, ReportedRows)}
+
+    def dataset_records(self) -> list[DatasetRecord]:
+        """Return what each task trains on, if anything, and what it is evaluated on."""
+        return [
+            DatasetRecord(
+                task=name,
+                is_held_out=bool(is_held_out),
+                source=(is_held_out and self.specs[name].eval_dataset) or self.specs[name].dataset,
+                num_rows=None if isinstance(rows, StreamedRows) else len(rows),
+                digest=partial(fingerprint, rows),
+            )
+            for name, parts in self.rows.items()
+            for is_held_out, rows in enumerate(parts)
+            if len(rows)
+        ]
 
     def describe(self) -> str:
         """Return the resolved arithmetic of a step, as text."""

@@ -226,14 +226,14 @@ class RunStore:
         differing = (key for key, value in new.items() if old.get(key, value) != value)
         return {key: (old.get(key), new[key]) for key in differing if key not in {*_MAY_DIFFER, *places}}
 
-    def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> None:
-        """Write a checkpoint, with the lengths of the run's records."""
+    def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
+        """Write a checkpoint, with the lengths of the run's records; return its directory."""
         beside = {
             "guard_class": class_id(type(guard)),
             "run_id": run_id,
             "records": record_lengths(self._output_dir),
         }
-        self.checkpoints.save(
+        return self.checkpoints.save(
             entry,
             save_actor=state.actor.save,
             tensors=state.tensors(),

@@ -93,7 +93,11 @@ class Supervisor:
         step = self.progress.step
         known = self._known if self._known.step == step else CheckpointEntry(step=step)
         self.progress.saved_at = step
-        self.store.save(known, self.state, self.guard, self.trackers.run_id)
+        path = self.store.save(known, self.state, self.guard, self.trackers.run_id)
+        scores = [e.score for e in self.store.checkpoints.entries.values() if e.score is not None]
+        is_best = known.score is not None and known.score >= max(scores)
+        good = known.judged_good is True
+        self.trackers.log_checkpoint(path / "actor", step, is_best=is_best, judged_good=good)
 
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:

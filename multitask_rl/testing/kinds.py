@@ -23,7 +23,7 @@ from multitask_rl.data.render import check_rows
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
 from multitask_rl.plugins import ALGORITHMS, GUARDS, TASKS, TRACKERS, build_plugin, load_plugin
-from multitask_rl.records import Event, Failure, FailureKind, Score, Scored, TaskStats
+from multitask_rl.records import DatasetRecord, Event, Failure, FailureKind, Score, Scored, TaskStats
 from multitask_rl.testing.builders import make_evaluation, make_rollout
 from multitask_rl.testing.contract import Finding, run_check
 from multitask_rl.tracking.base import Tracker
@@ -309,6 +309,8 @@ def check_tracker(plugin: str, config: Mapping[str, Any] | None = None) -> list[
             tracker.log_event(given[2])
             tracker.log_rollouts(given[3], step)
         tracker.log_rollouts([], 9)
+        tracker.log_datasets([DatasetRecord("math", False, "math.jsonl", 90, lambda: "0f")])
+        tracker.log_checkpoint(Path(directory, "actor"), 2, is_best=True, judged_good=False)
         assert repr(given) == repr((parameters, metrics, event, scored)), "it changed what it was given"
         tracker.finish(status)
         identity: Any = tracker.run_id

@@ -16,7 +16,7 @@ from typing import Any
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import CheckpointError
 from multitask_rl.plugins import TRACKERS, load_plugin
-from multitask_rl.records import Event, Scored, TaskEvaluation
+from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,6 +54,12 @@ class Tracker:
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Record scored rollouts of the step: ``tracking.store_rollouts`` of each task."""
+
+    def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
+        """Record what each task trains on and is evaluated on; called once, after ``start``."""
+
+    def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
+        """Record that weights were saved in the directory ``actor``: loadable by transformers."""
 
     def finish(self, status: str) -> None:
         """End the run with ``status``: ``finished``, ``failed`` or ``stopped``."""
@@ -133,6 +139,16 @@ class Trackers:
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_rollouts(scored, step))
+
+    def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_datasets(datasets))
+
+    def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
+        """See ``Tracker``."""
+        self._each(
+            lambda tracker: tracker.log_checkpoint(actor, step, is_best=is_best, judged_good=judged_good)
+        )
 
     def finish(self, status: str) -> None:
         """See ``Tracker``."""

@@ -1,14 +1,19 @@
-"""Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite in the output directory.
+"""Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
 A background thread does all writes after ``start``; a failing server costs numbers, never the run. Of each
 metric MLflow gets every point before step 200, then one per hundredth of the steps made: its database grows
 with the logarithm of the steps. It cannot delete points: a resumed run sends the points that MLflow lacks
 and leaves out those that it has of repeated steps.
+
+The curves to look at first have a second name in ``at_a_glance``, the group that MLflow shows first. Rows are
+datasets of the run, some stored rollouts its traces, and saved weights versions of a registered model that
+has the run's name and the aliases ``best`` and ``last_good``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import getpass
 import hashlib
 import json
 import logging
@@ -18,13 +23,14 @@ import re
 import shutil
 import socket
 import sqlite3
+import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,10 +39,10 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl.records import Event
+from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import Tracker
-from multitask_rl.tracking.jsonl import dump_line
+from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -52,8 +58,25 @@ _EVENTS_EVERY_S = 60.0
 _RESOLUTION = 100
 """Kept points of a metric lie at least this part of the steps made so far apart."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
+_SWEEP_TAG = "multitask_rl.sweep"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
+_MADE_WITHIN_S = 600.0
+"""A database that is being made is not older."""
+_TRACES_EVERY_S = 60.0
+"""Writing a trace takes a tenth of a second."""
+_HEADLINES = {
+    r"task/([^/]+)/eval": r"at_a_glance/held_out.\1",
+    r"macro/eval": "at_a_glance/held_out",
+    r"worst/eval": "at_a_glance/held_out_worst",
+    r"task/([^/]+)/reward_mean": r"at_a_glance/reward.\1",
+    r"task/([^/]+)/weight": r"at_a_glance/share.\1",
+    r"train/loss": "at_a_glance/loss",
+    r"macro/kl": "at_a_glance/kl",
+    r"macro/entropy": "at_a_glance/entropy",
+    r"time/step_s": "at_a_glance/seconds_per_step",
+}
+"""What a person looks at first: metric -> its second name, in the group that MLflow shows above all."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
@@ -69,11 +92,52 @@ def legal_name(name: str) -> str:
     return f"{legal[: _MAX_NAME - 5]}_{hashlib.blake2b(name.encode(), digest_size=2).hexdigest()}"
 
 
+@cache
+def _headlines(name: str) -> list[str]:
+    """Return the second names of a metric: one, or none."""
+    found = ((re.fullmatch(pattern, name), again) for pattern, again in _HEADLINES.items())
+    return [match.expand(again) for match, again in found if match]
+
+
 def flatten_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield dotted legal names and values cut to MLflow's limit; lists are written as JSON."""
     for key, value in dotted(parameters):
         text = value if isinstance(value, str) else json.dumps(value, default=str)
         yield legal_name(key), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
+
+
+def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
+    """Return the tags of a new run: what it trains, from which code, and a note on how to look at it."""
+    model = str(parameters.get("model", {}).get("name_or_path", ""))
+    tasks = {n: t for n, t in parameters.get("tasks", {}).items() if isinstance(t, Mapping)}
+    tags = {
+        "model": model,
+        "scheduler": str(parameters.get("scheduler", {}).get("policy", "")),
+        "algorithms": ", ".join(sorted({str(task.get("type", "")) for task in tasks.values()})),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.name": "multitask-rl train",
+        "mlflow.user": getpass.getuser() if os.environ.get("USER") else "",
+    }
+    git = ["git", "-C", str(Path(str(parameters.get("tasks_file") or ".")).resolve().parent)]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        asked = [*git, "rev-parse", "HEAD"]
+        tags["mlflow.source.git.commit"] = subprocess.run(
+            asked, capture_output=True, text=True, timeout=5, check=True
+        ).stdout.strip()
+    lines = [f"- **{name}**: {task.get('type')}, {task.get('dataset')}" for name, task in tasks.items()]
+    tags["mlflow.note.content"] = "\n".join(
+        [
+            f"{model} on {len(tasks)} tasks, in `{directory}`.",
+            "",
+            *lines,
+            "",
+            "The group `at_a_glance` has held-out value, reward and share of each task. Some stored "
+            "responses, with their rewards, are under Traces.",
+            "",
+            f"    multitask-rl report {directory} --html report.html --open",
+        ]
+    )
+    return {key: value[:_MAX_TAG] for key, value in tags.items() if value}
 
 
 def _require_mlflow() -> None:
@@ -101,9 +165,10 @@ def _make_database(path: Path) -> None:
     """
     if path.exists():
         return
-    aside = path.with_name(f".making_{path.name}")
-    for left in path.parent.glob(f"{aside.name}*"):
-        left.unlink()
+    aside = path.with_name(f".making_{path.name}.{os.getpid()}")
+    for left in path.parent.glob(f".making_{path.name}*"):
+        if time.time() - left.stat().st_mtime > _MADE_WITHIN_S:  # of a process that was killed
+            left.unlink(missing_ok=True)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multitask_rl"
     template = cache / f"mlflow-{version('mlflow')}.db"
     try:
@@ -119,7 +184,9 @@ def _make_database(path: Path) -> None:
             with copy.open("rb+") as stream:
                 os.fsync(stream.fileno())
             copy.replace(template)
-    aside.replace(path)
+    with contextlib.suppress(FileExistsError):  # another run has made it meanwhile
+        os.link(aside, path)
+    aside.unlink()
 
 
 @contextlib.contextmanager
@@ -164,6 +231,10 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
                     stream.write(dump_line({"step": point.step, name: point.value}))
 
 
+def _answer(text: str) -> dict[str, Any]:
+    return {"choices": [{"message": {"role": "assistant", "content": text}}]}
+
+
 class MLflowTracker(Tracker):
     """One MLflow run; a resumed run continues it under its ``run_id``. MissingExtraError without MLflow."""
 
@@ -173,7 +244,12 @@ class MLflowTracker(Tracker):
         self.num_dropped = 0
         """Metric values left out because they were not finite numbers."""
         self._directory = output_dir.resolve()
-        self.uri = config.uri or f"sqlite:///{self._directory / 'mlflow.db'}"
+        self._sweep = self._directory.parent if self._directory.name.isdigit() else None
+        """Directory of the sweep that this run is a part of: its runs have numbers for names."""
+        own = self._directory / "mlflow.db"  # as former versions had it
+        self._store = own if own.exists() else (self._sweep or self._directory).parent / "mlflow.db"
+        """Runs whose directories lie beside each other share it."""
+        self.uri = config.uri or f"sqlite:///{self._store}"
         self._config = config
         self._last_kept: dict[str, int] = {}
         """Metric -> step of its newest point that was kept."""
@@ -186,12 +262,18 @@ class MLflowTracker(Tracker):
         self._events: list[dict[str, Any]] = []
         self._event_counts: Counter[str] = Counter()
         self._events_written_s = time.monotonic()
+        self._traced_s = -math.inf
+        self._refused: set[str] = set()
+        """Kinds of things that the store did not take."""
+        self._has_inputs = False
+        self._experiment = ""
+        self._model_name = ""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema, then cached)."""
         self._directory.mkdir(parents=True, exist_ok=True)
         if not self._config.uri:
-            _make_database(self._directory / "mlflow.db")
+            _make_database(self._store)
         self._client = _client(self.uri)
         former = self.run_id
         with _asking_briefly():
@@ -200,6 +282,10 @@ class MLflowTracker(Tracker):
             else:
                 self._client.update_run(former, status="RUNNING")
         self._run = str(self.run_id)
+        run = self._client.get_run(self._run)
+        self._experiment = str(run.info.experiment_id)
+        self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
+        self._has_inputs = bool(run.inputs and run.inputs.dataset_inputs)
         self._worker = BackgroundWriter(f"MLflow at {redact_text(self.uri)}", self._send_metrics)
         self._worker.start()
         self._worker.put(partial(self._send_parameters, parameters))
@@ -221,11 +307,13 @@ class MLflowTracker(Tracker):
         if experiment is not None:
             number = str(experiment.experiment_id)
         else:
-            number = str(self._client.create_experiment(self._config.experiment, artifact_location=place))
+            kind = {"mlflow.experimentKind": "custom_model_development"}
+            number = str(
+                self._client.create_experiment(self._config.experiment, artifact_location=place, tags=kind)
+            )
         # machine and directory, as a filter can ask for them
         tag = f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
-        ours = f"tags.`{_DIRECTORY_TAG}` = '{tag}'" if self._config.uri else ""
-        for run in self._client.search_runs([number], ours):
+        for run in self._client.search_runs([number], f"tags.`{_DIRECTORY_TAG}` = '{tag}'"):
             run_id = run.info.run_id
             histories = (self._client.get_metric_history(run_id, name) for name in run.data.metrics)
             if not any(point.step > 0 for history in histories for point in history):
@@ -233,8 +321,16 @@ class MLflowTracker(Tracker):
             elif run.info.status == "RUNNING":
                 self._client.set_terminated(run_id, "KILLED")
         name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
-        created = self._client.create_run(number, run_name=name, tags={_DIRECTORY_TAG: tag})
-        return str(created.info.run_id)
+        tags = {_DIRECTORY_TAG: tag, **_describe(parameters, self._directory)}
+        if self._sweep is not None:
+            tag = f"{socket.gethostname()}:{self._sweep}".replace("'", "_")[:_MAX_TAG]
+            found = self._client.search_runs([number], f"tags.`{_SWEEP_TAG}` = '{tag}'", max_results=1)
+            if not found:
+                parent = self._client.create_run(number, run_name=self._sweep.name, tags={_SWEEP_TAG: tag})
+                self._client.set_terminated(parent.info.run_id)
+                found = [parent]
+            tags["mlflow.parentRunId"] = found[0].info.run_id
+        return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
 
     def _meet_record(self, resume_step: int, record: Path, num_bytes: int | None) -> None:
         """Send the points of ``metrics.jsonl`` that MLflow lacks; without it, it has all up to the resume."""
@@ -309,9 +405,10 @@ class MLflowTracker(Tracker):
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        finite = {legal_name(name): float(value) for name, value in metrics.items() if math.isfinite(value)}
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         self.num_dropped += len(metrics) - len(finite)
-        return [Metric(name, value, now_ms, step) for name, value in finite.items()]
+        named = [(name, value) for own, value in finite.items() for name in (own, *_headlines(own))]
+        return [Metric(legal_name(name), value, now_ms, step) for name, value in named]
 
     def log_event(self, event: Event) -> None:
         """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
@@ -331,6 +428,144 @@ class MLflowTracker(Tracker):
         if self._events:
             self._client.log_text(self._run, "".join(map(dump_line, self._events)), "events.jsonl")
             self._events_written_s = time.monotonic()
+
+    def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
+        """Queue the rows as inputs of the run: source, number and hash."""
+        if self._worker is None or self._has_inputs:
+            return
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        inputs = [
+            DatasetInput(
+                Dataset(
+                    name=f"{data.task} ({'held out' if data.is_held_out else 'train'})",
+                    digest=data.digest(),
+                    source_type="multitask_rl",
+                    source=json.dumps({"dataset": data.source}),
+                    profile=json.dumps({"num_rows": data.num_rows}),
+                ),
+                [InputTag("mlflow.data.context", "evaluation" if data.is_held_out else "training")],
+            )
+            for data in datasets
+        ]
+        self._offer("data sets", partial(self._client.log_inputs, self._run, inputs))
+
+    def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
+        """Queue a version of the run's registered model, if the weights are the best or judged good."""
+        aliases = [a for a, holds in (("best", is_best), ("last_good", judged_good)) if holds]
+        if self._worker is not None and aliases:
+            self._offer("models", partial(self._send_model, actor.resolve(), step, aliases))
+
+    def _send_model(self, actor: Path, step: int, aliases: Sequence[str]) -> None:
+        """Make the version and move the aliases to it; versions without an alias are deleted."""
+        from mlflow.exceptions import MlflowException
+
+        name = self._model_name
+        try:
+            known = self._client.get_registered_model(name).aliases
+        except MlflowException:
+            self._client.create_registered_model(name, description=f"weights of the run {self._run}")
+            known = {}
+        tags = {"step": str(step)}
+        made = self._client.create_model_version(name, actor.as_uri(), self._run, tags=tags)
+        for alias in aliases:
+            self._client.set_registered_model_alias(name, alias, made.version)
+        kept = {number for alias, number in known.items() if alias not in aliases}
+        for number in {*known.values()} - kept:
+            self._client.delete_model_version(name, number)
+
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """Queue the best and the worst rollout of each task as traces, once a minute."""
+        now = time.monotonic()
+        if self._worker is None or now - self._traced_s < _TRACES_EVERY_S:
+            return
+        self._traced_s = now
+        chosen: dict[str, list[Scored]] = {}
+        for item in scored:
+            chosen.setdefault(item.rollout.prompt.task, []).append(item)
+        for items in chosen.values():
+            items.sort(key=lambda item: -math.inf if item.reward is None else item.reward)
+            for item in items[:: max(1, len(items) - 1)][:2]:
+                self._offer("traces", partial(self._send_trace, scored_to_dict(item, step)))
+
+    def _send_trace(self, line: Mapping[str, Any]) -> None:
+        """Write one rollout: its messages, a span per turn, rewards and verdicts as assessments."""
+        from mlflow.entities import AssessmentSource, Feedback, Span, TraceInfo, TraceLocation, TraceState
+        from mlflow.tracing.client import TracingClient
+
+        # made of what it is: a resumed run does not write it twice
+        key = f"{self._run} {line['task']} {line['draw']} {line['sample']} {line['attempt']} {line['step']}"
+        number = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        trace, began = f"tr-{number}", time.time_ns()
+        turns = line.get("turns") or [{"messages": [], "response": line["response"]}]
+        spans: list[Span] = []
+
+        def add(name: str, kind: str, inputs: object, outputs: object, parent: str | None) -> str:
+            own = hashlib.blake2b(f"{key} {len(spans)}".encode(), digest_size=8).hexdigest()
+            values = {
+                "mlflow.traceRequestId": trace,
+                "mlflow.spanInputs": inputs,
+                "mlflow.spanOutputs": outputs,
+                "mlflow.spanType": kind,
+            }
+            span: dict[str, Any] = {
+                "context": {"trace_id": number, "span_id": own},
+                "parent_id": parent,
+                "name": name,
+                "start_time": began + len(spans),
+                "end_time": began + len(spans) + 1,
+                "attributes": {k: json.dumps(v, default=str) for k, v in values.items()},
+                "status_code": "ERROR" if line["failure"] else "OK",
+                "status_message": str((line["failure"] or {}).get("message", "")),
+                "events": [],
+            }
+            spans.append(Span.from_dict(span))
+            return own
+
+        messages: list[dict[str, str]] = [{"role": "user", "content": line["prompt"]}]
+        root = add(line["task"], "CHAIN", {"messages": messages}, _answer(line["response"]), None)
+        for index, turn in enumerate(turns, start=1):
+            messages = [*messages, *turn["messages"]]
+            add(f"turn {index}", "CHAT_MODEL", {"messages": messages}, _answer(turn["response"]), root)
+            messages = [*messages, {"role": "assistant", "content": turn["response"]}]
+        source = AssessmentSource(source_type="CODE", source_id="multitask-rl")
+        values = {"reward": line["reward"]} | {
+            name: result["value"] for name, result in line["breakdown"].items() if "value" in result
+        }
+        values |= {f"violates {name}": verdict["violated"] for name, verdict in line["verdicts"].items()}
+        info = TraceInfo(
+            trace_id=trace,
+            trace_location=TraceLocation.from_experiment_id(self._experiment),
+            request_time=began // 1_000_000,
+            execution_duration=0,
+            state=TraceState.ERROR if line["failure"] else TraceState.OK,
+            request_preview=line["prompt"][:1000],
+            response_preview=line["response"][:1000],
+            trace_metadata={"mlflow.sourceRun": self._run},
+            tags={"mlflow.traceName": line["task"], "task": line["task"], "step": str(line["step"])},
+            assessments=[
+                Feedback(name=legal_name(name), value=value, source=source, trace_id=trace)
+                for name, value in values.items()
+                if value is not None
+            ],
+        )
+        client = TracingClient(self.uri)
+        client.start_trace(info)
+        client.log_spans(self._experiment, spans)
+
+    def _offer(self, kind: str, call: Callable[[], object]) -> None:
+        """Queue what a store may lack (an old server, files): if it fails once, the kind is left out."""
+
+        def attempt() -> None:
+            try:
+                if kind not in self._refused:
+                    call()
+            except Exception as error:  # noqa: BLE001 - numbers are worth more
+                self._refused.add(kind)
+                _LOG.warning("MLflow at %s takes no %s: %r", redact_text(self.uri), kind, error)
+
+        if self._worker is not None:
+            self._worker.put(attempt)
 
     def finish(self, status: str) -> None:
         """Send what is queued (at most a minute) and close the run. A second call does nothing."""

@@ -7,18 +7,20 @@ import math
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import MissingExtraError
-from multitask_rl.records import Event
+from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking import mlflow as adapter
 from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
+from reward_builders import rollout
 
 pytest.importorskip("mlflow")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -50,7 +52,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
     config = TrackingConfig(trackers=["mlflow"], run_name="first")
-    first = Trackers(tmp_path, config, None)
+    first = Trackers(tmp_path / "run", config, None)
     first.start({"seed": 3, "optimizer": {"learning_rate": 0.1}})
     for step in range(1, 4):
         metrics = {"task/math/reward_mean": step / 10, "task/m:x/kl": 1.0, "bad": math.nan, "worse": math.inf}
@@ -61,7 +63,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     identity = first.run_id
     assert identity is not None
 
-    second = Trackers(tmp_path, config, identity)
+    second = Trackers(tmp_path / "run", config, identity)
     second.start({"seed": 3, "optimizer": {"learning_rate": 0.2}, "new": 1}, resume_step=3)
     second.log_metrics({"task/math/reward_mean": 0.9}, 4)
     second.log_event(Event(step=4, source="guard", kind="alarm", reason="fell 4"))
@@ -93,7 +95,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
 def test_a_server_that_goes_away_costs_numbers_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tracker = MLflowTracker(tmp_path, TrackingConfig(), None)
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
     tracker.start({})
     tracker._client.delete_run(tracker.run_id)  # the store now refuses every write to it
     for step in range(20):
@@ -107,7 +109,7 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
 
 
 def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
-    tracker = MLflowTracker(tmp_path, TrackingConfig(), None)
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
     kept = [step for step in range(1, 100_001) if tracker._keeps("loss", step)]
     assert kept[:199] == list(range(1, 200))
     assert len(kept) == 844
@@ -131,7 +133,10 @@ def _points(directory: Path, run_id: str | None, name: str) -> list[tuple[int, f
 def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) -> None:
     """Killed: steps 3 and 4, made after the checkpoint, are there; 2 is lost where a record can tell."""
     config = TrackingConfig()
-    first, record = MLflowTracker(tmp_path, config, None), JsonlTracker(tmp_path, config, None)
+    first, record = (
+        MLflowTracker(tmp_path / "run", config, None),
+        JsonlTracker(tmp_path / "run", config, None),
+    )
     first.start({})
     for step in (1, 2, 3, 4):
         if step <= 2 and has_record:
@@ -139,7 +144,7 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
         if step != 2 or not has_record:
             first.log_metrics({"x": step}, step)
     first.finish("failed")
-    second = MLflowTracker(tmp_path, config, first.run_id)
+    second = MLflowTracker(tmp_path / "run", config, first.run_id)
     second.start({}, resume_step=2)
     for step in (3, 4, 5):
         second.log_metrics({"x": step}, step)
@@ -157,13 +162,13 @@ def test_runs_that_a_kill_left_are_ended_or_if_they_made_no_step_deleted(tmp_pat
     config = TrackingConfig()
     ids = []
     for step in (0, 3, 0):
-        killed = MLflowTracker(tmp_path, config, None)
+        killed = MLflowTracker(tmp_path / "run", config, None)
         killed.start({})
         killed.log_metrics({"x": 1.0}, step)
         killed.finish("failed")
         killed._client.update_run(str(killed.run_id), status="RUNNING")
         ids.append(killed.run_id)
-    last = MLflowTracker(tmp_path, config, None)
+    last = MLflowTracker(tmp_path / "run", config, None)
     last.start({})
     last.finish("finished")
     client = MlflowClient(tracking_uri=last.uri)
@@ -180,6 +185,7 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
     from sqlalchemy.engine import Engine
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(adapter, "_MADE_WITHIN_S", -1.0)
     for number in (45, 120):
         if (child := os.fork()) == 0:
             left = [number]
@@ -191,7 +197,7 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
 
             event.listen(Engine, "before_cursor_execute", count)
             try:
-                MLflowTracker(tmp_path, TrackingConfig(), None).start({})
+                MLflowTracker(tmp_path / "run", TrackingConfig(), None).start({})
             finally:
                 os._exit(0)
         assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
@@ -204,7 +210,7 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
     event.listen(Engine, "before_cursor_execute", note)
     for directory in (tmp_path, tmp_path / "next"):
         statements.clear()
-        tracker = MLflowTracker(directory, TrackingConfig(experiment="Default"), None)
+        tracker = MLflowTracker(directory / "run", TrackingConfig(experiment="Default"), None)
         tracker.start({})
         tracker.log_metrics({"x": 1.0}, 1)
         tracker.finish("finished")
@@ -251,3 +257,101 @@ def test_artifacts_of_a_database_elsewhere_lie_beside_it(
     assert experiment is not None
     assert experiment.artifact_location == (tmp_path / "store" / "mlartifacts").as_uri()
     assert list((tmp_path / "here").iterdir()) == [], "no mlruns in the working directory"
+
+
+def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    for name in ("a", "sweep/0", "sweep/1"):
+        tracker = MLflowTracker(tmp_path / "runs" / name, TrackingConfig(run_name=name), None)
+        tracker.start(
+            {"scheduler": {"policy": "uniform"}, "tasks": {"t": {"type": "ppo", "dataset": "t.jsonl"}}}
+        )
+        tracker.log_metrics({"task/t/eval": 0.5, "task/t/reward/x": 0.1, "macro/eval": 0.5}, 1)
+        tracker.finish("finished")
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
+    found = {run.info.run_name: run for run in client.search_runs(["1"])}
+    assert set(found) == {"a", "sweep/0", "sweep/1", "sweep"}
+    parents = {name: run.data.tags.get("mlflow.parentRunId") for name, run in found.items()}
+    assert parents == {
+        "a": None,
+        "sweep": None,
+        **dict.fromkeys(("sweep/0", "sweep/1"), found["sweep"].info.run_id),
+    }
+    run = found["a"].data
+    assert {n for n in run.metrics if n.startswith("at_a_glance/")} == {
+        "at_a_glance/held_out.t",
+        "at_a_glance/held_out",
+    }
+    assert (run.tags["scheduler"], run.tags["algorithms"]) == ("uniform", "ppo")
+    assert "- **t**: ppo, t.jsonl" in run.tags["mlflow.note.content"]
+
+
+def test_rows_weights_and_rollouts_are_what_mlflow_calls_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mlflow import MlflowClient
+
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(run_name="x"), None)
+    tracker.start({})
+    rows = [
+        DatasetRecord(task="t", is_held_out=h, source="t.jsonl", num_rows=n, digest=lambda h=h: f"digest{h}")
+        for h, n in ((False, 90), (True, 10))
+    ]
+    tracker.log_datasets(rows)
+    for step, is_best, judged_good in ((2, True, True), (4, False, True), (6, False, False), (8, True, True)):
+        tracker.log_checkpoint(tmp_path / f"{step}", step, is_best=is_best, judged_good=judged_good)
+    scored = [
+        Scored(rollout=replace(rollout("an answer"), sample=i), reward=reward)
+        for i, reward in enumerate((0.2, 0.9, 0.4))
+    ]
+    for _ in range(2):  # at most once a minute
+        tracker.log_rollouts(scored, 3)
+    tracker.finish("finished")
+    identity = str(tracker.run_id)
+    again = MLflowTracker(tmp_path / "run", TrackingConfig(run_name="x"), identity)
+    again.start({}, resume_step=2)
+    again.log_datasets(rows)
+    again.log_rollouts(scored, 3)  # the step is made again
+    again.finish("finished")
+
+    client = MlflowClient(tracking_uri=tracker.uri)
+    inputs = client.get_run(identity).inputs.dataset_inputs
+    assert {(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in inputs} == {
+        ("t (train)", "digestFalse", "training"),
+        ("t (held out)", "digestTrue", "evaluation"),
+    }
+    (model,) = client.search_registered_models()
+    assert model.name == "multitask-rl x"
+    versions = {
+        alias: client.get_model_version_by_alias(model.name, alias) for alias in ("best", "last_good")
+    }
+    assert {alias: version.tags["step"] for alias, version in versions.items()} == {
+        "best": "8",
+        "last_good": "8",
+    }
+    assert len(client.search_model_versions(f"name = '{model.name}'")) == 1, "others are gone"
+    traces = client.search_traces(locations=["1"], run_id=identity)
+    rewards = sorted(next(a.value for a in t.info.assessments if a.name == "reward") for t in traces)
+    assert rewards == [0.2, 0.9], "the worst and the best, once"
+    (trace,) = [t for t in traces if t.info.tags["mlflow.traceName"] == "t"][:1]
+    assert [span.name for span in trace.data.spans] == ["t", "turn 1"]
+    assert trace.data.spans[1].inputs == {
+        "messages": [{"role": "user", "content": scored[0].rollout.prompt.text}]
+    }
+    assert not [r.getMessage() for r in caplog.records if "takes no" in r.getMessage()]
+
+
+def test_what_a_store_lacks_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+
+    def lacks(*_: object) -> None:
+        raise NotImplementedError("no such thing here")
+
+    for step in range(9):
+        tracker._offer("models", lacks)
+        tracker.log_metrics({"x": 1.0}, step)
+    tracker.finish("finished")
+    assert len(_points(tmp_path, tracker.run_id, "x")) == 9
+    assert [r.getMessage() for r in caplog.records if "takes no models" in r.getMessage()]
