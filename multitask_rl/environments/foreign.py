@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextlib
 import importlib
@@ -30,7 +29,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from multitask_rl.boundary.python_source import parse_python
+from multitask_rl.data.reasoning_gym import create_generator, entry_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld
@@ -413,9 +412,10 @@ def _start_openenv(directory: str) -> str:
 
 
 class ReasoningGymWorld(World):
-    """A question of a reasoning-gym data set, answered until its verifier gives the full score.
+    """A question of a reasoning-gym data set, which the actor may answer several times.
 
-    After each answer but the last the actor is told its score. The reward is the score of the last answer.
+    The episode ends with an answer of the full score, 1, or with the last try. After any other answer the
+    actor is told its score. The reward is the score of the last answer.
     """
 
     expects: ClassVar[str] = "'reasoning_gym:<data set>'"
@@ -423,16 +423,18 @@ class ReasoningGymWorld(World):
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """How often the actor answers, and what it is told."""
+        """How often the actor may answer, and what it is told."""
 
         tries: int = 3
-        """Answers per question."""
+        """Most answers to a question, at least 1."""
         feedback: str = "Your answer scores {score:.2f} of 1. Try again."
-        """What the actor is told after an answer."""
+        """What the actor is told after an answer that another may follow; ``{score}`` is in [0, 1]."""
         answer_tag: str = "answer"
-        """The answer is the content of the last ``<answer>...</answer>``; without the tag, the whole text."""
+        """Name of the tag around the answer: the content of the last ``<answer>...</answer>`` is scored. If a
+        text has no such tag, or the name is empty, the whole text is scored."""
         dataset: dict[str, Any] = field(default_factory=dict)
-        """Settings of the data set, where its verifier depends on them."""
+        """Settings of the data set by name, as its own configuration class has them. They matter only where
+        the verifier depends on them; ``dataset_config`` of the task makes the rows."""
 
         def __post_init__(self) -> None:
             if self.tries < 1:
@@ -441,19 +443,7 @@ class ReasoningGymWorld(World):
 
     def __init__(self, config: ReasoningGymWorld.Config) -> None:
         self.config = config
-        try:
-            library = importlib.import_module("reasoning_gym")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"'reasoning_gym:{self.target}' needs the package reasoning-gym: "
-                "pip install 'multitask-rl[reasoning-gym]'"
-            ) from error
-        try:
-            self._dataset = library.create_dataset(self.target, **{"size": 1, "seed": 0, **config.dataset})
-        except Exception as error:
-            raise PluginError(
-                f"the reasoning-gym data set {self.target!r} cannot be made: {type(error).__name__}: {error}"
-            ) from error
+        self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, "dataset")
         self._entry: dict[str, Any] = {}
         self._scores: list[float] = []
 
@@ -464,10 +454,7 @@ class ReasoningGymWorld(World):
             raise DataError(
                 f"the row has no {' and no '.join(sorted(missing))}: 'reasoning_gym:' makes such rows"
             )
-        self._entry = dict(row)
-        literal = self._entry.pop("metadata_literal", None)
-        if isinstance(literal, str):  # tuples and numbers as keys, which JSON has not
-            self._entry["metadata"] = ast.literal_eval(parse_python(literal, mode="eval"))
+        self._entry = entry_of(row)
         return Opening()
 
     def step(self, message: Message) -> StepResult:

@@ -341,8 +341,12 @@ def test_the_last_of_the_tries_is_what_counts():
 
 def test_settings_and_rows_of_reasoning_gym_are_checked():
     questions()
-    with pytest.raises(PluginError, match="cannot be made"):
+    with pytest.raises(PluginError, match="unknown reasoning-gym data set 'no_such'"):
         build("reasoning_gym:no_such")
+    with pytest.raises(ConfigError, match=r"environment_config.*dataset.*max_term.*did you mean 'max_terms'"):
+        build("reasoning_gym:chain_sum", dataset={"max_term": 3})
+    parts = [{"name": "leg_counting", "weight": 1.0, "config": {}}]
+    build("reasoning_gym:composite", dataset={"datasets": parts})
     with pytest.raises(ConfigError, match="tries"):
         build("reasoning_gym:chain_sum", tries=0)
     with pytest.raises(DataError, match="no metadata"):
