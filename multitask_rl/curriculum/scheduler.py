@@ -258,6 +258,11 @@ class DynamicTaskWeightScheduler:
             shares = raise_to_floors(normalise(scaled), kept)
         return {task: shares.get(task, 0.0) for task in self.tasks}
 
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The tasks that may get prompts: they have a weight, or a floor of their own. After ``bind``."""
+        return self._policy.tasks
+
     def set_factors(self, factors: Mapping[str, float]) -> None:
         """Multiply the policy's shares by the guard's factors (missing = 1) in place of earlier factors.
 

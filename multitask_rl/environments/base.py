@@ -59,7 +59,12 @@ class MessageEnvironment(Protocol):
     """An environment that answers messages: a game, a simulated user. Built as a ``ToolEnvironment`` is."""
 
     def reset(self, row: Mapping[str, Any]) -> Sequence[Message]:
-        """Begin an episode; the messages follow those of the prompt (none: the prompt says all)."""
+        """Begin an episode on a row of the data.
+
+        Returns:
+            Messages that the actor reads after the task's prompt, before its first answer; empty if the
+            prompt alone is enough.
+        """
         ...
 
     def step(self, message: Message) -> StepResult:

@@ -129,9 +129,10 @@ class AgentWorld(World):
         return self._earned
 
     def close(self) -> None:
-        """Refuse what is asked from now on, cancel an async program, and wait for the program's end.
+        """End the episode's program: refuse further requests, cancel an async program, wait for its end.
 
-        A program that does not end makes the call too late, and its worker gets no further episodes.
+        The wait has no limit here: if the program goes on for more than ``turn_timeout_s``, the pool takes
+        the worker process for hanging, gives it no further episodes, and kills it.
         """
         ENDPOINT.forget(self)
         self._refuse()
@@ -220,33 +221,48 @@ class Agent(AgentWorld):
 
     expects: ClassVar[str] = "'agent:file.py:function' or 'agent:package.module:function'"
     target: ClassVar[str] = ""
+    function: ClassVar[Callable[..., Any]]
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """Its arguments."""
+        """What the function gets beside address, key and row, and how long it has at the end."""
 
         arguments: dict[str, Any] = field(default_factory=dict)
-        """Keyword arguments of the function."""
+        """Further arguments of the function, by name."""
         grace_s: float = 5.0
-        """Seconds that it has to return its reward after a limit (turns, tokens) ended the episode."""
+        """Seconds that the function has to return its reward after a limit of the task (``max_turns``,
+        ``max_response_tokens``) ended the episode; then the episode is unscored."""
 
     def __init__(self, config: Agent.Config) -> None:
         super().__init__()
         self.grace_s = config.grace_s
         self._arguments = config.arguments
-        self._function = locate(self.target, ENVIRONMENTS).value
         try:
-            if isinstance(self._function, type):
-                raise TypeError("it is a class")
-            inspect.signature(self._function).bind("base_url", "api_key", {}, **config.arguments)
-        except (TypeError, ValueError) as error:
-            raise PluginError(
-                f"{self.target!r} is no function run(base_url, api_key, row) ({error})"
-            ) from error
+            inspect.signature(self.function).bind("base_url", "api_key", {}, **config.arguments)
+        except TypeError as error:
+            raise PluginError(f"arguments: {self.target!r}: {error}") from error
 
     def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         """Call the function."""
-        return self._function(base_url, api_key, row, **self._arguments)
+        return self.function(base_url, api_key, row, **self._arguments)
+
+
+def agent_function(target: str, where: str) -> Callable[..., Any]:
+    """Return the function of ``agent:<target>``, which stands at ``where``.
+
+    Raises:
+        PluginError: there is none, or it does not take an address, a key and a row.
+    """
+    found = locate(target, ENVIRONMENTS, where).value
+    try:
+        if isinstance(found, type):
+            raise TypeError("it is a class")
+        inspect.signature(found).bind_partial("base_url", "api_key", {})
+    except (TypeError, ValueError) as error:
+        message = f"{where}: {target!r} is no function run(base_url, api_key, row) ({error})"
+        raise PluginError(message) from error
+    function: Callable[..., Any] = found
+    return function
 
 
 class Endpoint:
@@ -269,12 +285,15 @@ class Endpoint:
             return f"http://127.0.0.1:{self._server.server_port}"
 
     def register(self, key: str, world: AgentWorld) -> None:
-        """Hand requests with ``key`` to ``world``, which may have several keys."""
+        """Hand requests with ``key`` to the episode ``world``, until ``forget``.
+
+        A request has its key in the path, as session or as API key. Further calls add keys to an episode.
+        """
         with self._lock:
             self._worlds[key] = world
 
     def forget(self, world: AgentWorld) -> None:
-        """Refuse requests with a key of ``world``."""
+        """Refuse requests with any key of ``world`` from now on."""
         with self._lock:
             self._worlds = {key: one for key, one in self._worlds.items() if one is not world}
 

@@ -32,17 +32,25 @@ import yaml
 from multitask_rl.data.reasoning_gym import create_generator, entry_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
-from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld
+from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
 from multitask_rl.environments.tools import ToolWorld
 from multitask_rl.errors import DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import Located
 
 
 class TrlWorld(ToolWorld):
-    """An environment of TRL, whose reward may be that of a function ``f(environments, **columns)``.
+    """An environment of TRL's ``environment_factory`` for one episode.
 
-    The function gets lists of one element: the environment, the row's columns, ``prompts`` and
-    ``completions``, which are messages. Rewards of both the environment and the function go by their names.
+    The reward comes from its method ``get_reward``, from a reward function of TRL that reads environments, or
+    from both; then each counts under its name. TRL calls such a function with one element per episode. Here
+    it gets lists of one element: ``environments``, ``prompts``, ``completions`` (the messages of the episode)
+    and every column of the row.
+
+    Args:
+        environment: the instance, whose public methods are the tools.
+        where: its place in the tasks file, for messages.
+        run: calls a function, also an async one, and returns its result.
+        function: the reward function; None = none.
     """
 
     def __init__(
@@ -239,17 +247,20 @@ class OpenEnvWorld(World):
 
     @dataclass(kw_only=True, slots=True)
     class Config:
-        """What goes into an action and out of an observation."""
+        """How answers of the actor become actions, and observations become messages to it."""
 
         action: str = ""
-        """Field of the action that the actor's text is; empty = as the class says."""
+        """Field of the action that the actor's answer fills. Empty: the only required field if it is a text;
+        else the actor calls tools."""
         observation: str = ""
-        """Field of the observation that the actor reads (``messages.0.content``); empty = its only field, if
-        that is a text, or all of it as JSON."""
+        """Field of the observation that the actor reads; dots lead into lists and mappings, as in
+        ``messages.0.content``. Empty: the only field if it is a text; else the actor reads the observation as
+        JSON."""
         columns: list[str] = field(default_factory=lambda: ["seed"])
-        """Columns of the row that ``reset`` gets, those that the row has."""
+        """Columns of the row that the server's ``reset`` gets as arguments; those that a row lacks are left
+        out."""
         timeout_s: float = 60.0
-        """Longest wait for an answer of the server."""
+        """Longest wait for an answer of the server, in seconds."""
 
     def __init__(self, config: OpenEnvWorld.Config) -> None:
         self.config = config
@@ -488,10 +499,13 @@ def build_foreign(prefix: str, target: str, where: str) -> Located:
     """Return the ``World`` class for ``<prefix>:<target>``.
 
     Raises:
-        PluginError: nothing follows the prefix.
+        PluginError: nothing follows the prefix, or an agent is no function.
     """
     base = FOREIGN[prefix]
     if not target:
         raise PluginError(f"{where}: nothing follows {prefix!r}; expected {base.expects}")
-    value = type(base.__name__, (base,), {"target": target, "__module__": __name__})
+    attributes: dict[str, Any] = {"target": target, "__module__": __name__}
+    if base is Agent:
+        attributes["function"] = staticmethod(agent_function(target, where))
+    value = type(base.__name__, (base,), attributes)
     return Located(value, f"{prefix}:{target.rpartition(':')[2] or target}", "")

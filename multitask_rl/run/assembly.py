@@ -24,7 +24,7 @@ from multitask_rl.plugins import GUARDS, load_plugin
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.rollout.snapshot import SnapshotFactory
 from multitask_rl.run.estimate import disk_text, estimate_disk, free_bytes
-from multitask_rl.run.plan import RunPlan, reach_warning
+from multitask_rl.run.plan import RunPlan, reach_warning, scale_warning
 from multitask_rl.run.profiling import StepProfiler
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
@@ -145,9 +145,10 @@ def build_parts(
                 build = SnapshotFactory(plan.engine_class).build
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
-        reference = store.reference(actor, tasks)
+        active = scheduler.active if plan.trained else ()
+        reference = store.reference(actor, tasks, active)
         # without training a teacher only measures the KL of a task without rewards
-        taught = {n: plan.specs[n] for n in plan.specs if track or not plan.specs[n].is_scored}
+        taught = {n: spec for n, spec in plan.specs.items() if (track and n in active) or not spec.is_scored}
         teachers = load_teachers(taught, actor, config.model, config.seed)
         runner = ModelRunner(actor, critic, config, reference, teachers=teachers)
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
@@ -273,6 +274,8 @@ def bind_controllers(
             reward_ranges=ranges,
             seed=plan.config.seed,
         )
+        if tasks and (warning := scale_warning({n: plan.algorithms[n] for n in scheduler.active})):
+            logger.warning("%s", warning)
     if guard is not None:
         names = [n for n in specs if n not in plan.reported]
         try:

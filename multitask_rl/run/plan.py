@@ -172,8 +172,6 @@ def plan_run(
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
     _check_devices(plan)
-    if warning := scale_warning({name: plan.algorithms[name] for name in plan.trained}):
-        logger.warning("%s", warning)
     if engine is not None and (
         config.executor == "ray" or (config.rollout_lag > 0 and engine.shares_weights)
     ):

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,15 +120,18 @@ class RunStore:
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
-    def reference(self, actor: Actor, tasks: Mapping[str, TaskState]) -> PreTrainedModel | None:
+    def reference(
+        self, actor: Actor, tasks: Mapping[str, TaskState], active: Collection[str]
+    ) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        None: no trained task has a KL term or measures the KL, or adapters make the base model the reference.
+        None: no task of ``active``, which get prompts, has a KL term, and none measures the KL; or adapters
+        make the base model the reference.
 
         Raises:
             CheckpointError: it is damaged or cannot be written.
         """
-        has_kl_term = any(t.spec.kl.coefficient > 0 and not t.spec.evaluation_only for t in tasks.values())
+        has_kl_term = any(tasks[name].spec.kl.coefficient > 0 for name in active)
         if not has_kl_term and not any(measures_kl(t.algorithm) for t in tasks.values()):
             return None
         directory = self._output_dir / "reference"

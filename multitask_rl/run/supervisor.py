@@ -165,7 +165,9 @@ class Supervisor:
                 else:
                     per_task[name][f"eval_{key}"] = statistic.mean
         directions = {name: e.primary.direction for name, e in evaluations.items()}
-        numbers = {**aggregate(per_task, "eval", directions), **limits, "time/evaluation_s": seconds}
+        # a mean of rates and of the logits of a reward model, or of losses, would say nothing
+        ranged = [n for n, e in evaluations.items() if math.isfinite(e.primary.high - e.primary.low)]
+        numbers = {**aggregate(per_task, "eval", directions, ranged), **limits, "time/evaluation_s": seconds}
         self.trackers.log_metrics(numbers, step)
         self.trackers.log_evaluation(evaluations, step)
         if _is_due(step, self.config.eval.every):

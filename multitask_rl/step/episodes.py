@@ -23,6 +23,8 @@ from multitask_rl.step.task_state import TaskState
 
 MOST_TRIES = 3
 """An episode whose world fails begins again until it has begun so often; then it is a failure."""
+MOST_CHARACTERS = 128
+"""A longer text per token of the limit is too long for it, whatever the tokenizer: it is not encoded."""
 MOST_LOST = 10
 """The same for worlds that end with those of other episodes, of which one may be the cause."""
 
@@ -95,7 +97,10 @@ class Episodes:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a world has yet to answer, not counting those whose place other episodes hold."""
+        """Whether a world at work has yet to answer (``rollout.lockstep``).
+
+        Episodes that wait for a place in a worker do not count: a place becomes free only when others go on.
+        """
         return self.num_waiting > self._pool.num_queued
 
     @property
@@ -133,7 +138,11 @@ class Episodes:
         self._waiting.add(episode.ticket)
 
     def is_open(self, episode: Episode) -> bool:
-        """Whether the world lives. If it has failed while the engine sampled, another try is under way."""
+        """Whether this try at the episode goes on.
+
+        False if its world failed while the engine sampled the answer: another try has begun, as a new
+        ``Episode``, and the answer is lost.
+        """
         return episode.ticket in self._open
 
     def poll(self, timeout_s: float) -> tuple[list[Episode], list[Rollout]]:
@@ -199,9 +208,15 @@ class Episodes:
         return min(rooms)
 
     def answer(self, episode: Episode, generation: Generation, text: str) -> None:
-        """Take the actor's answer and pass it to the world; a streaming constraint's end is the episode's.
+        """Record the actor's answer as a turn, and pass it to the world.
 
-        Nothing happens if the world has failed meanwhile.
+        If a streaming constraint ended the answer, the episode ends with it: the world is asked for what was
+        earned. An answer to a world that has failed meanwhile is dropped (``is_open``).
+
+        Args:
+            episode: one that ``poll`` has returned.
+            generation: token ids and log-probabilities of the answer.
+            text: the answer as the world reads it, without stop strings.
         """
         if not self.is_open(episode):
             return
@@ -249,6 +264,12 @@ class Episodes:
         """Render the prompt with what the world says; ``DataError`` if that is impossible."""
         slot = episode.slot
         task = self._tasks[slot.task]
+        limit = task.max_prompt_tokens
+        if limit and _num_characters(opening.messages) + len(opening.suffix) > limit * MOST_CHARACTERS:
+            raise DataError(
+                f"task {slot.task!r}: what the environment adds to the prompt has more than "
+                f"{limit * MOST_CHARACTERS} characters, more than {limit} tokens; make it shorter"
+            )
         conversation = self._conversation(episode, opening)
         key = slot.group_id, conversation.text
         if key not in self._prompts:
@@ -278,7 +299,11 @@ class Episodes:
         turn.info, turn.reward = dict(said.info), said.reward
         episode.num_calls += sum(said.info.get("tool_calls", {}).values())
         is_cut = False
-        if not said.done:
+        next_answer = said.anew or said
+        most = self._actor.max_length * MOST_CHARACTERS
+        if not said.done and 0 < most < _num_characters(next_answer.messages):
+            is_cut = True
+        elif not said.done:
             task = self._tasks[episode.slot.task]
             if said.anew is None:
                 answer = rollout.response_ids[len(rollout.response_ids) - turn.num_tokens :]
@@ -292,10 +317,9 @@ class Episodes:
                 num_tokens=0,
                 given_ids=given,
                 context_ids=context,
-                messages=[dict(m) for m in (said.anew.messages if said.anew else said.messages)],
+                messages=[dict(m) for m in next_answer.messages],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
-            next_answer = said.anew or said
             episode.max_tokens, episode.stop = next_answer.max_tokens, tuple(next_answer.stop)
             # a world with tools refuses calls beyond the limit; another may report more
             out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
@@ -311,6 +335,10 @@ class Episodes:
 
 def _ended(episode: Episode, **end: Any) -> Rollout:
     return replace(episode.rollout, world_s=episode.world_s, world_failures=episode.failures, **end)
+
+
+def _num_characters(messages: Iterable[Mapping[str, Any]]) -> int:
+    return sum(len(str(message.get("content", ""))) for message in messages)
 
 
 def added(parts: Sequence[Earned]) -> Earned:

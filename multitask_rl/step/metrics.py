@@ -100,16 +100,21 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
 
 
 def aggregate(
-    per_task: Mapping[str, Mapping[str, float]], key: str, directions: Mapping[str, Direction]
+    per_task: Mapping[str, Mapping[str, float]],
+    key: str,
+    directions: Mapping[str, Direction],
+    among: Collection[str] = (),
 ) -> dict[str, float]:
     """Return ``task/<name>/<metric>`` for all, ``macro/<metric>`` of those that every task has.
 
-    ``worst/<key>`` is the value of ``key`` at the task that is worst in its own direction.
+    ``macro/<key>`` is the mean over the tasks ``among``, or all if there are none. ``worst/<key>`` is the
+    value of ``key`` at the task that is worst in its own direction.
     """
     flat = {f"task/{t}/{name}": value for t, own in per_task.items() for name, value in own.items()}
     shared = set.intersection(*(set(own) for own in per_task.values())) if per_task else set()
     for name in sorted(shared):
-        values = [own[name] for own in per_task.values() if math.isfinite(own[name])]
+        tasks = among if name == key and among else per_task
+        values = [per_task[t][name] for t in tasks if math.isfinite(per_task[t][name])]
         if values:
             flat[f"macro/{name}"] = math.fsum(values) / len(values)
     found = {t: own[key] for t, own in per_task.items() if math.isfinite(own.get(key, math.nan))}

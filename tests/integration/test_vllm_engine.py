@@ -200,6 +200,8 @@ def test_what_only_a_cuda_build_is_asked_for_is_there(engine: VLLMEngine) -> Non
 
 def test_weights_of_another_shape_are_refused_and_change_nothing(engine: VLLMEngine, tied: Any) -> None:
     version = engine.policy_version
+    with pytest.raises(EngineError, match="no weights: vLLM has a copy of its own"):
+        engine.update_weights({}, version + 1)
     weights = {"model.norm.weight": torch.ones(7)}
     with pytest.raises(EngineError, match=r"'model.norm.weight' has shape \[7\], .* \[64\]"):
         engine.update_weights(weights, version + 1)

@@ -261,10 +261,12 @@ class VLLMEngine(RolloutEngine):
         """Use ``weights`` from now on; cached prefixes of the old weights are dropped.
 
         Raises:
-            EngineError: a stream is open or a shape differs, and nothing has changed; or vLLM fails, and the
-                engine cannot be used any more, because it may hold a mixture.
+            EngineError: a stream is open, there are no weights or a shape differs, and nothing has changed;
+                or vLLM fails, and the engine cannot be used any more, because it may hold a mixture.
         """
         self._check_idle()
+        if not weights:
+            raise EngineError("no weights: vLLM has a copy of its own, which needs those of the actor")
         for name, tensor in weights.items():
             if self._shapes.get(name, tensor.shape) != tensor.shape:
                 raise EngineError(

@@ -215,6 +215,8 @@ def test_zero_weight_task_with_a_min_share_gets_that_share() -> None:
     for step in range(40):
         total.update(scheduler.quotas(10, step))
     assert total["z"] == pytest.approx(100, abs=2)
+    assert scheduler.active == ("a", "z")
+    assert _bound("az", initial_weights={"a": 1, "z": 0}).active == ("a",)
 
 
 def test_realised_share_over_fifty_steps_is_within_a_prompt_of_the_target() -> None:

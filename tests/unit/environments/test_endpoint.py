@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from multitask_rl.environments.endpoint import Agent, RefusedError
+from multitask_rl.environments.foreign import build_foreign
 from multitask_rl.errors import PluginError
+from multitask_rl.plugins import build_plugin
 
 
 def post(url: str, key: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -38,8 +40,13 @@ def world(tmp_path, source: str, **config: Any) -> Agent:
     file = tmp_path / "agent.py"
     head = "import json\nfrom test_endpoint import message, post\n"
     file.write_text(head + textwrap.dedent(source))
-    kind = type("Agent", (Agent,), {"target": f"{file}:run"})
-    return kind(Agent.Config(**config))
+    return build(f"{file}:run", **config)
+
+
+def build(target: str, **config: Any) -> Agent:
+    kind = build_foreign("agent", target, "environment").value
+    agent: Agent = build_plugin(kind, config, where="environment_config")
+    return agent
 
 
 def say(world: Agent, text: str, **more: Any):
@@ -363,16 +370,18 @@ def test_a_request_that_cannot_be_answered_is_refused_with_the_reason(tmp_path, 
 def test_a_function_that_cannot_be_called_is_refused_before_the_run(tmp_path):
     with pytest.raises(PluginError, match="it is a class"):
         world(tmp_path, "class run:\n    def __init__(self, base_url, api_key, row): ...")
-    with pytest.raises(PluginError, match="no function run"):
+    with pytest.raises(PluginError, match=r"^environment: .*no function run"):
         world(tmp_path, "def run(row):\n    return 1.0")
-    with pytest.raises(PluginError, match="no function run"):
+    with pytest.raises(PluginError, match=r"^environment: .*has no 'run'; did you mean 'runs'"):
+        world(tmp_path, "def runs(base_url, api_key, row):\n    return 1.0")
+    with pytest.raises(PluginError, match=r"^environment_config: arguments: .*unexpected keyword.*'x'"):
         world(tmp_path, "def run(base_url, api_key, row):\n    return 1.0", arguments={"x": 1})
 
 
 def test_the_example_uses_a_tool_and_is_graded():
     pytest.importorskip("openai", reason="needs the package openai")
     file = Path(__file__).parents[3] / "examples" / "agent" / "agent.py"
-    episode = type("Agent", (Agent,), {"target": f"{file}:run"})(Agent.Config())
+    episode = build(f"{file}:run")
     opening = episode.reset({"prompt": "2*3=", "reference": "6"})
     assert (opening.tools[0]["function"]["name"], opening.max_tokens) == ("calculate", 64)
     calls = ['{"a": 2, "operator": "*", "b": 3}', '{"a": 2}']

@@ -14,15 +14,15 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.training.checkpoint import CheckpointEntry
 
 
-def with_kl(**further):
-    spec = TaskSpec(name="task", kl=KLSpec(coefficient=0.1), **further)
+def with_kl():
+    spec = TaskSpec(name="task", kl=KLSpec(coefficient=0.1))
     return {"task": SimpleNamespace(spec=spec, algorithm=GRPO(GRPOConfig()))}
 
 
-def reference(directory, actor, tasks=None):
+def reference(directory, actor, active=("task",)):
     store = RunStore(directory, CheckpointConfig())
     try:
-        return store.reference(actor, tasks or with_kl())
+        return store.reference(actor, with_kl(), active)
     finally:
         store.close()
 
@@ -45,8 +45,8 @@ def test_the_reference_is_what_the_run_began_with(run):
     assert equal(reference(run, build_actor(1)), build_actor(0).model)
 
 
-def test_a_task_that_is_only_evaluated_needs_no_reference(tmp_path):
-    assert reference(tmp_path, build_actor(0), with_kl(evaluation_only=True)) is None
+def test_a_task_that_gets_no_prompts_needs_no_reference(tmp_path):
+    assert reference(tmp_path, build_actor(0), active=()) is None
     assert not (tmp_path / "reference").exists()
 
 

@@ -39,7 +39,7 @@ class World:
     def reset(self, row):
         self.name, self.turn = row["name"], 0
         # the first answers share a batch
-        while self.name != "calls on" and open(self.log).read().count("built") < 3:
+        while self.name not in ("calls on", "endless") and open(self.log).read().count("built") < 3:
             time.sleep(0.001)
         if self.name == "dies":
             os._exit(3)
@@ -47,7 +47,7 @@ class World:
 
     def step(self, message):
         self.turn += 1
-        reply = [{"role": "user", "content": "on"}]
+        reply = [{"role": "user", "content": "ab c" * 750_000 if self.name == "endless" else "on"}]
         done = self.turn == 2 and self.name != "calls on"
         return StepResult(messages=reply, done=done, reward=1.0, info={"tool_calls": {"look": 1}})
 
@@ -151,3 +151,10 @@ def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):
 def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
     (rollout,) = run(Engine(lambda: None), ["calls on"], max_turns=9, max_tool_calls=2)
     assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (3, "length", 3.0)
+
+
+def test_a_reply_of_megabytes_ends_the_episode_and_is_not_encoded(run):
+    began = time.monotonic()
+    (rollout,) = run(Engine(lambda: None), ["endless"])
+    assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (1, "length", 1.0)
+    assert time.monotonic() - began < 5.0  # encoding it takes three times as long

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from multitask_rl.records import Scored, TaskStats
-from multitask_rl.step.metrics import StepReport, some_of_each, step_numbers
+from multitask_rl.records import Direction, Scored, TaskStats
+from multitask_rl.step.metrics import StepReport, aggregate, some_of_each, step_numbers
 from multitask_rl.testing import make_rollout
 
 DRAWN = [Scored(rollout=make_rollout("ab"), reward=1.0) for _ in range(8)]
@@ -20,6 +20,13 @@ def test_rewards_that_took_no_time_have_no_rate(tmp_path, seconds, rate):
     numbers = step_numbers(report, {}, {})
     assert numbers.get("time/rewards_per_s") == rate
     assert (numbers["time/samples_per_s"], numbers["time/tokens_per_s"]) == (4.0, 8.0)
+
+
+def test_the_mean_over_tasks_leaves_out_those_without_a_range_if_others_have_one():
+    per_task = {"sums": {"eval": 0.5}, "code": {"eval": 0.25}, "chat": {"eval": -7.0}}
+    directions = dict.fromkeys(per_task, Direction.higher)
+    assert aggregate(per_task, "eval", directions, ["sums", "code"])["macro/eval"] == 0.375
+    assert aggregate(per_task, "eval", directions)["macro/eval"] == pytest.approx(-6.25 / 3)
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def test_the_check_says_what_a_plugin_that_hangs_or_exits_does(tmp_path: Path, b
     ("body", "said"),
     [
         ("import os\nos._exit(0)\n", "ends its process with code 0"),
-        ("import sys\nsys.exit('no model here')\n", "ends its process with code 1"),
+        ("import sys\nsys.exit('no model here')\n", "failed with SystemExit: no model here"),
         ("import os\nos.kill(os.getpid(), 11)\n", "ends its process by SIGSEGV"),
         (
             "import os\nfrom multitask_rl.contracts import PluginTraits\nclass f:\n"
