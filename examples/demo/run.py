@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     began = time.perf_counter()
     try:
+        print("preparing models and data: about two minutes, a second the next time", flush=True)
         prepared = prepare(
             options.directory / "prepared", options.seed, options.directory / "cache", options.effort
         )

@@ -29,8 +29,8 @@ from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
 
-_IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume")
-"""Configuration that has no effect on what a run computes."""
+_IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume", "tasks_file")
+"""Configuration that has no effect on what a run computes; tasks are recorded whole, with their places."""
 _HISTORY_ROWS = 12
 
 
@@ -288,7 +288,7 @@ def _config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dic
     return {
         key: [first.get(key), second.get(key)]
         for key in sorted({*first, *second})
-        if first.get(key) != second.get(key) and not key.startswith(_IGNORED)
+        if first.get(key) != second.get(key) and not (key.startswith(_IGNORED) or key.endswith(".source"))
     }
 
 

@@ -187,6 +187,8 @@ def activation_bytes(
     ``width`` is that of a number, ``answers`` the tokens with logits (default: all).
     """
     per_layer = 6 * shape.hidden + shape.key_value + 4 * shape.inner
+    if shape.trainable < shape.parameters:  # adapters: the output of every product once more
+        per_layer += 3 * shape.hidden + shape.key_value + 2 * shape.inner
     per_token = shape.layers * (shape.hidden if is_checkpointed else per_layer) + per_layer * is_checkpointed
     logits = min(SLICE_CELLS, (tokens if answers is None else answers) * shape.vocabulary)
     return float(tokens * per_token * width + 4 * LOGIT_COPIES * logits)

@@ -1,5 +1,7 @@
 """What `doctor FILE` foretells: counted parts equal a run's, the rest is as close as the page states."""
 
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from multitask_rl.run import estimate
 from multitask_rl.trainer import Trainer
 from run_builders import build_tokenizer, run_config, write_run
 
+RESULTS = Path(__file__).parents[3] / "benchmarks/results/estimate.json"
 KL = """
 tasks:
   copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], kl: {coefficient: 0.1}}
@@ -90,3 +93,12 @@ def test_a_run_warns_of_a_disk_without_room(here, monkeypatch, caplog):
     (warning,) = [r for r in caplog.records if r.message.startswith("disk: ")]
     assert warning.levelname == "WARNING"
     assert "a checkpoint" in warning.message
+
+
+def test_the_measured_error_is_what_the_page_states():
+    page = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text(encoding="utf-8")
+    cases = json.loads(RESULTS.read_text(encoding="utf-8"))["cases"]
+    for key, percent in (("memory", 15), ("disk", 2), ("step_s", 30)):
+        worst = max(abs(math.log(own[key]["foretold"] / own[key]["measured"])) for own in cases.values())
+        assert worst <= math.log(1 + percent / 100), key
+        assert f"{percent} %" in page
