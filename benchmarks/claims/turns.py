@@ -13,7 +13,7 @@ each guess is drawn at random, in ``look_up`` the actor asks for the key most ti
 random. The suite's own tasks are among these rows, partly wrong, so that none is forgotten.
 
 - ``heard``, ``blind``: the two games; the blind player hears "+" or "?", whatever it says.
-- ``equal``, ``scheduled``: the two games, arithmetic and ``safe``, with equal shares or the default scheduler.
+- ``equal``, ``scheduled``: the games, arithmetic and ``safe``, with equal shares or the default scheduler.
 - ``guarded``, ``unguarded``: after ``PLANT_AT`` steps the world of ``guess`` begins to lie ("+" for "-"), in
   training and evaluation, for good. ``honest`` is the level of the weights that are handed over.
 
