@@ -1,10 +1,13 @@
 """The pages: all are in the site's navigation, and every link leads to a file and a heading that exist."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+
+from multitask_rl.guard.decision import GuardAction
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/**/*.md")])
@@ -48,3 +51,37 @@ def test_examples_of_task_types_are_tasks(tmp_path: Path, monkeypatch: pytest.Mo
         spec.type for block in blocks for spec in parse_tasks(yaml.safe_load(block), "the page").values()
     }
     assert {"grpo", "ppo", "reward_conditioned", "constrained_decoding", "sft", "distill", "anchor"} == types
+
+
+def _texts() -> list[str]:
+    """Return every text in the code of the packages; parts that are computed are left out."""
+    found = list[str]()
+    for package in ("multitask_rl", "tasks", "rewards"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    found.append(node.value)
+                if isinstance(node, ast.JoinedStr):
+                    parts = [p.value if isinstance(p, ast.Constant) else "\0" for p in node.values]
+                    found.append("".join(map(str, parts)))
+    return found
+
+
+def test_messages_on_the_page_of_errors_are_messages_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(messages) > 20
+    texts = _texts()
+    assert [message for message in messages if not any(message in text for text in texts)] == []
+
+
+def test_the_page_of_events_has_every_kind() -> None:
+    page = (ROOT / "docs" / "events.md").read_text(encoding="utf-8")
+    told = set(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, re.MULTILINE))
+    made = {("guard", action.value) for action in GuardAction if action is not GuardAction.keep}
+    for path in (ROOT / "multitask_rl").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        made |= set(re.findall(r'Event\([^()]*source="(\w+)", kind="(\w+)"', text))
+        made |= {("scheduler", kind) for kind in re.findall(r'\b_event\("(\w+)"', text)}
+    assert len(made) > 12
+    assert sorted(made - told) == []
