@@ -267,6 +267,8 @@ def _mlflow(output: Path) -> dict[str, Any]:
     (run,) = runs
     points: Counter[tuple[str, int, float]] = Counter()
     for name in run.data.metrics:
+        if name.endswith("/rewards_per_s"):  # absent when the clock saw no time, as it is for cached results
+            continue
         for point in client.get_metric_history(run.info.run_id, name):
             is_clocked = any(word in name for word in CLOCKED)
             points[name, point.step, 0.0 if is_clocked else point.value] += 1
