@@ -2,11 +2,15 @@
 
 import ast
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import yaml
 
+from multitask_rl.cli.train import compose_and_run
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.guard.decision import GuardAction
 
 ROOT = Path(__file__).parents[1]
@@ -39,8 +43,6 @@ def test_the_navigation_of_the_site_has_every_page_once() -> None:
 
 
 def test_examples_of_task_types_are_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from multitask_rl.config.tasks_file import parse_tasks
-
     page = (ROOT / "docs" / "task-types.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
@@ -85,3 +87,24 @@ def test_the_page_of_events_has_every_kind() -> None:
         made |= {("scheduler", kind) for kind in re.findall(r'\b_event\("(\w+)"', text)}
     assert len(made) > 12
     assert sorted(made - told) == []
+
+
+def test_recipes_are_tasks_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"^    multitask-rl train ((?:.*\\\n)*.*)$", page, re.MULTILINE)
+    assert (len(blocks), len(commands)) > (8, 6)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    for name in set(re.findall(r"\w+\.jsonl", page)):
+        (tmp_path / name).touch()
+    for run in ("code", "prose"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+    for block in blocks:
+        assert parse_tasks(yaml.safe_load(block), "the page")
+    (tmp_path / "tasks.yaml").write_text(blocks[-1])
+    for command in commands:
+        if "--multirun" not in command:
+            seen = list[RunConfig]()
+            assert compose_and_run(shlex.split(command.replace("\\\n", " ")), "train", seen.append) == 0
+            assert seen[0].model.name_or_path == "MODEL"
