@@ -1,7 +1,8 @@
 """``multitask-rl eval``: a model, or two side by side, on the held-out prompts of a tasks file; or a run.
 
-A model is a directory of transformers, a run (its newest checkpoint), a checkpoint or a hub id. Both models
-answer the same prompts with the same seeds, so the difference is paired.
+A model is a directory of transformers, a run (its newest checkpoint), a checkpoint, adapters (merged into the
+model that they name) or a hub id. Both models answer the same prompts with the same seeds, so the difference
+is paired.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
         "eval.num_prompts=1000, rollout.engine=vllm.",
         allow_abbrev=False,
     )
-    parser.add_argument("model", help="directory of a model, run or checkpoint, or a hub id")
+    parser.add_argument("model", help="directory of a model, adapters, run or checkpoint, or a hub id")
     parser.add_argument("tasks", help="tasks file")
     parser.add_argument("--other", default="", help="a second model: its difference to the first, per task")
     parser.add_argument("--split", default="", help="eval_split of every task, such as test")

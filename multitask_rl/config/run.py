@@ -52,7 +52,8 @@ class ModelConfig(Settings):
     """Settings of the shared actor: weights, dtype, adapters, attention."""
 
     name_or_path: str = ""
-    """Directory or Hugging Face id of a causal language model with its tokenizer."""
+    """Directory or Hugging Face id of a causal language model with its tokenizer; a directory of adapters is
+    merged into the model that they name."""
     dtype: Annotated[str, OneOf("auto", "float32", "bfloat16", "float16")] = "auto"
     """Dtype of the weights; ``auto``: float32 on CPU, bfloat16 on CUDA. The optimizer updates bfloat16 and
     float16 weights through float32 copies, and sums their gradients in float32. With float16 it scales the

@@ -220,7 +220,7 @@ class TaskSpec(Settings):
     """Value of the primary metric at which a scheduler treats the task as learnt."""
     teacher: str = ""
     """Type ``distill``: the model whose distribution the actor learns. A directory of transformers, a run
-    (its newest checkpoint), a checkpoint or a hub id, with the actor's vocabulary."""
+    (its newest checkpoint), a checkpoint, adapters or a hub id, with the actor's vocabulary."""
     answer: str = ""
     """Template over the row's columns: the given response of types ``sft`` (default ``{answer}``) and
     ``anchor``. An anchor with ``prompt: ""`` reads it as plain text."""

@@ -20,7 +20,13 @@ from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
-from multitask_rl.models.lora import add_adapters, load_adapters, merged_state_dict
+from multitask_rl.models.lora import (
+    add_adapters,
+    load_adapters,
+    merge_adapters,
+    merged_state_dict,
+    model_below,
+)
 from multitask_rl.models.rope import check_positions, context_length, scale_rope
 
 if TYPE_CHECKING:
@@ -359,7 +365,7 @@ def check_attention(config: ModelConfig, device: str = "") -> None:
 def load_actor(
     config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Actor:
-    """Load any causal language model of ``transformers``.
+    """Load any causal language model of ``transformers``, or the one below adapters with these merged in.
 
     Args:
         config: the model.
@@ -392,15 +398,17 @@ def load_actor(
     dtype = DTYPES.get(config.dtype, usual)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name, **trust)
-        architecture = AutoConfig.from_pretrained(name, **trust)
+        base = model_below(name)
+        own_words = (Path(name) / "tokenizer_config.json").is_file()
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name if own_words else base, **trust)
+        architecture = AutoConfig.from_pretrained(base, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
         given = {"config": architecture, "dtype": dtype, **trust}
         attention = config.attn_implementation
         own = "sdpa" if attention == "auto" else attention
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=own, **given)
+            model = AutoModelForCausalLM.from_pretrained(base, attn_implementation=own, **given)
         except (ValueError, ImportError) as error:
             words = "scaled_dot_product_attention" if attention == "auto" else "(?i)attention|attn|kernel"
             if not re.search(words, str(error)):
@@ -411,7 +419,9 @@ def load_actor(
                     "model.attn_implementation=auto."
                 ) from error
             # the model has attention of its own, or none (GPT-OSS, Mamba)
-            model = AutoModelForCausalLM.from_pretrained(name, **given)
+            model = AutoModelForCausalLM.from_pretrained(base, **given)
+        if base != name:
+            model = merge_adapters(model, name, read_weights(Path(name)))
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one without files
             raise ConfigError(
                 f"model.name_or_path {name!r} has a tokenizer without a word: its files (tokenizer.json, or "
@@ -421,6 +431,12 @@ def load_actor(
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if model_below(name) != name:
+            raise ConfigError(
+                f"model.name_or_path {name!r} holds adapters, and the model that they name, "
+                f"{model_below(name)!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "
+                f"{first}"
+            ) from error
         if Path(name).is_dir():
             have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
             raise ConfigError(

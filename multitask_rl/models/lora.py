@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,15 +14,13 @@ from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError
 from multitask_rl.seeding import derive_seed
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's."""
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError(
-            "model.lora.rank > 0 needs the package peft; install it with: pip install 'multitask-rl[peft]'"
-        ) from error
+    peft = _import_peft("model.lora.rank > 0 needs")
     targets: Any = config.target_modules
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",")]
@@ -44,6 +44,56 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
                 f"model.lora.target_modules={config.target_modules!r}: {error}; give all-linear or some of "
                 f"{', '.join(sorted(layers))}"
             ) from error
+
+
+def model_below(name: str) -> str:
+    """Return the model that the adapters in the directory ``name`` belong to; ``name`` if it holds none.
+
+    Raises:
+        ConfigError: the adapters name no model.
+    """
+    file = Path(name) / "adapter_config.json"
+    if not file.is_file():
+        return name
+    found = json.loads(file.read_text(encoding="utf-8"))
+    base = str(found.get("base_model_name_or_path") or "") if isinstance(found, dict) else ""
+    if not base:
+        raise ConfigError(
+            f"{name} holds adapters that name no model; add base_model_name_or_path to adapter_config.json"
+        )
+    return base
+
+
+def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str, Tensor]) -> PreTrainedModel:
+    """Return ``model`` with the adapters of ``directory``, which holds ``weights``, merged in; changes it.
+
+    Raises:
+        ConfigError: the adapters do not fit the model, or cannot be merged.
+        MissingExtraError: ``peft`` is not installed.
+    """
+    peft = _import_peft(f"{directory} holds adapters and needs")
+    # embeddings that have grown (control tokens) lie beside the adapters
+    embedding = next(name for name, own in model.named_modules() if own is model.get_input_embeddings())
+    if (grown := weights.get(f"base_model.model.{embedding}.weight")) is not None:
+        model.resize_token_embeddings(grown.shape[0], mean_resizing=False)
+    try:
+        merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, directory).merge_and_unload()
+    except (RuntimeError, ValueError, AttributeError) as error:
+        told = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the adapters of {directory} cannot be merged into {model.name_or_path}: {told}"
+        ) from error
+    return merged.requires_grad_()  # peft freezes what is below its adapters
+
+
+def _import_peft(needs: str) -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{needs} the package peft; install it with: pip install 'multitask-rl[peft]'"
+        ) from error
+    return peft
 
 
 def merged_state_dict(model: Any) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
 from multitask_rl.data.render import render_prompt
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES
+from multitask_rl.models.lora import model_below
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
 from multitask_rl.training.forward import SLICE_CELLS
@@ -382,7 +383,7 @@ def _empty_model(config: ModelConfig, layers: int = 0, device: str = "meta") -> 
 
     trust = config.trust_remote_code
     try:
-        own = AutoConfig.from_pretrained(config.name_or_path, trust_remote_code=trust)
+        own = AutoConfig.from_pretrained(model_below(config.name_or_path), trust_remote_code=trust)
         if layers:
             text = own.get_text_config()
             text.num_hidden_layers = layers

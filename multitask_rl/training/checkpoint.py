@@ -218,7 +218,7 @@ def model_directory(name: str) -> str:
     """Return the model directory of a run (its newest checkpoint) or of a checkpoint, else ``name``.
 
     Raises:
-        ConfigError: a run without a checkpoint, or adapters alone.
+        ConfigError: a run without a checkpoint.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir():
@@ -228,9 +228,4 @@ def model_directory(name: str) -> str:
         path = found.actor_dir
     elif (path / "manifest.json").is_file() and (path / "actor").is_dir():
         path /= "actor"
-    if (path / "adapter_config.json").is_file():
-        raise ConfigError(
-            f"{name} holds adapters (model.lora) without the model below them; merge them into a model, or "
-            "evaluate the run that made them: multitask-rl eval output_dir=RUN"
-        )
     return name if path == Path(name) else str(path)

@@ -6,7 +6,9 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.cli import main
+from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import load_actor
 from multitask_rl.trainer import Trainer
 from run_builders import build_actor, run_config, undocumented, write_run
 
@@ -88,6 +90,16 @@ def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
     assert not (here / "runs").exists()
 
 
+def test_adapters_are_evaluated_on_the_model_below_them(here, capsys):
+    pytest.importorskip("peft")
+    config = ModelConfig(name_or_path="actor", lora=LoraConfig(rank=2))
+    load_actor(config, "cpu").save(here / "adapters")  # new ones change nothing
+    keys = ["eval.num_prompts=4", "rollout.max_new_tokens=4", "scoring.num_workers=1"]
+    assert main(["eval", "actor", "tasks.yaml", "--other", "adapters", "--json", *keys]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
+    assert found["actor"]["copy"]["values"] == found["adapters"]["copy"]["values"]
+
+
 def test_a_file_of_benchmarks_alone_is_evaluated_greedily_but_not_trained(here, capsys):
     (here / "all.yaml").write_text(TASKS.replace("  copy: {", "  copy: {evaluation_only: true, "))
     keys = ["eval.temperature=0", "rollout.max_new_tokens=4", "scoring.num_workers=1", "eval.num_prompts=4"]
@@ -102,9 +114,15 @@ def test_a_file_of_benchmarks_alone_is_evaluated_greedily_but_not_trained(here, 
 
 def test_models_that_cannot_be_evaluated_are_refused_in_words(here, capsys):
     (here / "run" / "checkpoints").mkdir(parents=True)
-    (here / "adapters").mkdir()
-    (here / "adapters" / "adapter_config.json").write_text("{}")
-    for model, told in (("run", "without a checkpoint"), ("adapters", "holds adapters")):
+    for name, base in (("nameless", ""), ("orphan", "absent/model")):
+        (here / name).mkdir()
+        (here / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+    refused = {
+        "run": "without a checkpoint",
+        "nameless": "name no model",
+        "orphan": "that they name, 'absent/model'",
+    }
+    for model, told in refused.items():
         assert main(["eval", model, "tasks.yaml"]) == 2
         assert told in capsys.readouterr().err
     assert main(["eval", "actor", "tasks.yaml", "--split", "dev"]) == 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
-from multitask_rl.models.actor import Actor
+from multitask_rl.models.actor import Actor, load_actor
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -63,3 +63,33 @@ def test_a_plain_model_loads_with_the_actors_logits(tmp_path: Path, rank: int, t
     with torch.no_grad():
         expected, found = actor.model(input_ids=ids).logits, loaded(input_ids=ids).logits
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("own_tokenizer", [True, False])
+def test_adapters_are_merged_into_the_model_that_they_name(tmp_path: Path, own_tokenizer: bool) -> None:
+    _actor(0, True).save(tmp_path / "base")
+    config = ModelConfig(name_or_path=str(tmp_path / "base"), lora=LoraConfig(rank=2))
+    actor = load_actor(config, "cpu")
+    last = actor.add_control_tokens(2)[1] if own_tokenizer else 4
+    for name, parameter in actor.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    actor.save(tmp_path / "adapters")
+    if not own_tokenizer:
+        for file in (tmp_path / "adapters").glob("*token*"):
+            file.unlink()
+    ids = torch.tensor([[2, 5, last, 3]])
+    with torch.no_grad():
+        expected = actor.model(input_ids=ids).logits
+        first = load_actor(ModelConfig(name_or_path=str(tmp_path / "adapters")), "cpu")
+        assert torch.allclose(first.model(input_ids=ids).logits, expected, atol=1e-5)
+        assert not any("lora" in name for name, _ in first.model.named_parameters())
+        assert all(p.requires_grad for p in first.model.parameters())
+        # a whole model again, which further adapters can stand on
+        first.save(tmp_path / "merged")
+        again = ModelConfig(name_or_path=str(tmp_path / "merged"), lora=LoraConfig(rank=2))
+        second = load_actor(again, "cpu")
+        assert torch.allclose(second.model(input_ids=ids).logits, expected, atol=1e-5)
+        assert sum(p.numel() for p in second.trainable_parameters()) > 0
