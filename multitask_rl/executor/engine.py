@@ -108,7 +108,9 @@ class RayEngine(RolloutEngine):
                 index, result, has_died = group.first(under_way, "advance")
                 if has_died:
                     if index in died:
-                        raise EngineError(f"rollout replica {index} died twice on the same requests")
+                        raise EngineError(
+                            f"rollout replica {index} died twice on the same requests: {group.causes[index]}"
+                        )
                     died.add(index)
                     self._revive(group, [index])
                     begin(index)
@@ -175,7 +177,10 @@ class RayEngine(RolloutEngine):
         arguments = (self._weights, self.policy_version)
         _, still_dead = group.call("update_weights", dict.fromkeys(dead, arguments))
         if still_dead:
-            raise EngineError(f"rollout replica {still_dead[0]} died, was started again and died again")
+            raise EngineError(
+                f"rollout replica {still_dead[0]} died, was started again and died again: "
+                f"{group.causes[still_dead[0]]}"
+            )
 
     def close(self) -> None:
         """Stop the replicas."""

@@ -109,7 +109,8 @@ class ActorGroup:
             ActorGroup._owns_cluster = not ray.is_initialized()
             if ActorGroup._owns_cluster:
                 ray.init(
-                    address=os.environ.get("RAY_ADDRESS"),
+                    # without an address Ray would join a cluster that another process started here
+                    address=os.environ.get("RAY_ADDRESS", "local"),
                     include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
                     logging_level=logging.WARNING,
                     log_to_driver=False,
@@ -118,6 +119,8 @@ class ActorGroup:
         self.name = name
         self._make = make
         self._actors: list[Any] = []
+        self.causes: dict[int, str] = {}
+        """By index: what Ray says of the last death of an actor."""
         try:
             _check_room(f"{size} x {name}", {"CPU": size * num_cpus, "GPU": size * num_gpus})
         except BaseException:
@@ -183,8 +186,12 @@ class ActorGroup:
         index = calls[done[0]]
         try:
             result = ray.get(done[0])
-        except ray.exceptions.RayActorError as error:
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             _LOG.warning("%s %d died: %s", self.name, index, error)
+            # without the indented lines: ids, and the frames of a traceback
+            self.causes[index] = " ".join(
+                line for line in str(error).splitlines() if line and not line[0].isspace()
+            )
             _check_node()
             del calls[done[0]]
             return index, None, True

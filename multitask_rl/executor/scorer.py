@@ -205,7 +205,8 @@ class RayScorer:
             again, still_dead = group.call(f"pool.{method}", {index: work[index] for index in dead})
             if still_dead:
                 raise EngineError(
-                    f"reward pool {still_dead[0]} died, was started again and died again ({method})"
+                    f"reward pool {still_dead[0]} died, was started again and died again ({method}): "
+                    f"{group.causes[still_dead[0]]}"
                 )
             results.update(again)
         return results

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ pytestmark = [
 def cluster() -> Iterator[None]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     # the fake below travels by value: the actors need not import this file and what it imports
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
@@ -206,6 +207,8 @@ class LengthPool:
         if any(rollout.response == "die" for rollout in rollouts) and not self._grave.exists():
             self._grave.touch()
             os._exit(1)
+        if any(rollout.response == "die always" for rollout in rollouts):
+            os._exit(3)
         time.sleep(random.random() / 50)
         return [
             Scored(
@@ -284,6 +287,9 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
         assert [event.reason for event in pool.health_events(3)] == ["0", "1"]
         with pytest.raises(RewardError, match="budget spent"):
             pool.score(_rollouts(["raise"]))
+        why = r"pool 0 died, was started again and died again \(score\): The actor died .* Worker exit detail"
+        with pytest.raises(EngineError, match=why):
+            pool.score(_rollouts(["die always"]))
     finally:
         pool.close()
         pool.close()
@@ -426,11 +432,16 @@ if __name__ == "__main__":
     script.write_text(code)
     quick = {"RAY_health_check_period_ms": "300", "RAY_health_check_failure_threshold": "3"}
     environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**environment, **quick, "RAY_health_check_initial_delay_ms": "0"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # short: sockets lie in it
+        # where Ray would find the cluster of somebody else, which this process must not join
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text("127.0.0.1:1")
+        more = {"RAY_health_check_initial_delay_ms": "0", "RAY_TMPDIR": folder}
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env={**environment, **quick, **more},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
     assert "ended: the Ray node of this machine is dead" in done.stdout, done.stderr[-2000:]

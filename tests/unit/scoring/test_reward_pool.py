@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from multitask_rl.config.run import ScoringConfig
@@ -580,9 +581,8 @@ pool.score([make_rollout("hang", task="t")] * 3)
         assert gone(worker), f"worker {worker} outlived a trainer ended by {ending.name}"
 
 
-def children() -> set[str]:
-    listing = Path(f"/proc/{os.getpid()}/task")
-    return {pid for task in listing.iterdir() for pid in (task / "children").read_text().split()}
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children()}
 
 
 def gone(pid: int) -> bool:
