@@ -15,7 +15,7 @@ help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
 	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, up to 90 minutes)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
-	@echo "make docs   write docs/configuration.md, docs/commands.md and docs/schema/ anew from the code"
+	@echo "make docs   write the generated pages (configuration, plugins, commands) and docs/schema/ anew"
 	@echo "make site   build the pages of docs/ as a site in build/site"
 	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
 

@@ -1,7 +1,7 @@
-"""Write docs/configuration.md, docs/commands.md and docs/schema/: ``python docs/write_configuration.py``.
+"""Write the generated pages and schemas of docs/: ``python docs/write_configuration.py``.
 
-The dataclasses hold names, types, ranges, defaults and meanings, the commands their own help; what is
-written is never edited.
+Pages: configuration.md and plugins.md from dataclasses, which hold names, types, ranges, defaults and
+meanings; commands.md from the help of the commands. What is written is never edited.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import inspect
 import io
 import json
 import os
+import re
 import types
 import typing
 from pathlib import Path
@@ -22,10 +23,12 @@ from multitask_rl.config import run, task
 from multitask_rl.config.editor_schemas import meanings, run_schema, tasks_schema
 from multitask_rl.config.schema.build import setting_fields
 from multitask_rl.config.schema.ranges import OneOf, field_hints
+from multitask_rl.plugins import list_plugins, load_plugin
 from multitask_rl.records import SamplingParams
 
 PAGE = Path(__file__).with_name("configuration.md")
 COMMANDS_PAGE = Path(__file__).with_name("commands.md")
+PLUGINS_PAGE = Path(__file__).with_name("plugins.md")
 SCHEMAS = {"tasks.schema.json": tasks_schema, "run.schema.json": run_schema}
 
 _OWN_TABLE = ("curriculum", "kl", "multiplier")
@@ -134,12 +137,48 @@ def render_commands() -> str:
     return "\n".join(parts)
 
 
+_GROUPS = {
+    "algorithms": "Algorithms: `type`, keys in `algorithm_config`",
+    "rewards": "Rewards: `rewards`, keys in `config`",
+    "constraints": "Constraints: `constraints`, keys in `config`",
+    "tasks": "Data sets: `dataset: plugin:NAME`, keys in `dataset_config`",
+    "environments": "Environments: `environment`, keys in `environment_config`",
+    "schedulers": "Policies of the scheduler: `scheduler.policy`, keys in `scheduler.policy_config`",
+    "guards": "Guards: `guard.plugin`, keys in `guard.guard_config`",
+    "rollout_engines": "Engines: `rollout.engine`, keys in `rollout.engine_config`",
+}
+
+
+def render_plugins() -> str:
+    """Return the page of the bundled plugins: what each does, and its keys."""
+    parts = [
+        "# Plugins\n",
+        "Every bundled plugin and its keys, written by `make docs` from their classes. `multitask-rl plugins "
+        "list`\nshows what is installed here, yours included. [write-a-reward.md](write-a-reward.md) and its "
+        "neighbours say how\none is written.\n",
+    ]
+    own = "multitask_rl"
+    for kind, title in _GROUPS.items():
+        parts.append(f"## {title}\n")
+        for info in list_plugins(f"{own}.{kind}"):
+            plugin = load_plugin(f"{own}.{kind}", info.name)
+            if not plugin.__module__.startswith(own):
+                continue
+            about = re.split(r"\n\s*(?:Args|Raises|Returns|Attributes):", inspect.getdoc(plugin) or "")[0]
+            parts.append(f"### `{info.name}`\n\n{about.strip().replace('``', '`')}\n")
+            config = getattr(plugin, "Config", None)
+            if dataclasses.is_dataclass(config) and list(setting_fields(config)):
+                parts.append(_table(config))
+    return "\n".join(parts).rstrip() + "\n"
+
+
 def files() -> dict[Path, str]:
     """Return the text of every file that this script writes."""
     schemas = {PAGE.with_name("schema") / name: make() for name, make in SCHEMAS.items()}
     return {
         PAGE: render(),
         COMMANDS_PAGE: render_commands(),
+        PLUGINS_PAGE: render_plugins(),
         **{path: json.dumps(s, indent=1) + "\n" for path, s in schemas.items()},
     }
 
