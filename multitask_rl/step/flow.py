@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from multitask_rl.errors import ConfigError
@@ -223,7 +224,8 @@ class DataFlow:
             if not isinstance(stage, StreamingStage):
                 parts = _at_once(stage, source, parts, note)
             else:
-                parts = stage.stream(parts)
+                # records that end at once may come in the order in which the stage computed them
+                parts = map(partial(sorted, key=stage.order), stage.stream(parts))
                 if stage.yields_batches:
                     rest = DataFlow(stages[place + 1 :])
                     return (rest(part, note=note) if part else [] for part in parts)

@@ -159,6 +159,24 @@ def test_records_that_end_in_any_order_reach_other_stages_and_the_end_in_that_of
     assert [p[0].order for p in parts] == [3, 2, 1, 0], "what follows gets them as they end"
 
 
+def test_records_that_end_at_once_go_on_in_the_order_of_the_batch():
+    class AtOnce(Backwards):
+        def stream(self, parts):
+            yield [record for part in super().stream(parts) for record in part]
+
+    class Keeps(StreamingStage):
+        """A stage that takes its records in the order in which they come."""
+
+        name = "keeps"
+        yields_batches = True
+
+        def stream(self, parts):
+            return iter([[record for part in parts for record in part]])
+
+    records = [Numbered(i) for i in range(4)]
+    assert DataFlow([AtOnce(), Keeps()])(records) == records
+
+
 def test_a_stage_that_orders_the_batch_itself_is_left_alone():
     class Reverse(Stage):
         name = "reverse"
