@@ -418,7 +418,7 @@ class Statistic:
     """Declared smallest possible value."""
     high: float = math.inf
     """Declared largest possible value."""
-    values: Sequence[float] = ()
+    values: Sequence[float] = field(default=(), repr=False)
     """[prompts] mean per prompt in the order of the evaluation, NaN = not applicable or failed; empty in
     training. Values of two evaluations of the same prompts are paired."""
 

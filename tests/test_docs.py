@@ -14,7 +14,14 @@ from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.guard.decision import GuardAction
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/**/*.md")])
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").glob("*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob("examples/**/*.ipynb"),
+    ]
+)
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 

@@ -17,10 +17,10 @@ from multitask_rl.data.readers import StreamedRows
 from multitask_rl.data.rows import group_rows
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor, load_actor, make_actor
-from multitask_rl.records import TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import load_specs, load_task_rows
+from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backends.build import serve_torchrun_rank
 from multitask_rl.training.critic import Critic
@@ -150,8 +150,8 @@ class RLTrainer:
         self.run = Trainer(self.actor, self._critic, data, tasks, config=run, engine=self._engine)
         return self.run
 
-    def train(self, prompts: Any = None, num_epochs: int = 1) -> dict[str, TaskEvaluation]:
-        """Train, and return the last evaluation by task.
+    def train(self, prompts: Any = None, num_epochs: int = 1) -> Evaluations:
+        """Train, and return the last evaluation by task, which prints as a table.
 
         Args:
             prompts: what the task ``prompts`` is trained on: a list of texts or rows, a ``datasets.Dataset``,

@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys
+from multitask_rl.boundary.printable import EscapingFilter, redacted_keys
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
@@ -33,7 +33,7 @@ from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.run.interrupts import stopping_on_signals
-from multitask_rl.statistics.definitions import OF_PROMPTS
+from multitask_rl.statistics.evaluations import Evaluations
 
 logger = logging.getLogger(__name__)
 
@@ -231,24 +231,8 @@ def _evaluate(config: RunConfig) -> None:
 
 
 def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Print one line per task: metric, mean, half the width of the 95 % interval, responses.
-
-    A response without a value is counted as ``failed``, or as ``n/a`` if the metric is not applicable to it.
-    With several responses a prompt, ``pass@k`` and ``maj@k`` follow, which count prompts.
-    """
-    width = max([4, *map(len, evaluations)])
-    print(f"{'task':<{width}}  {'metric':<20} {'mean':>8} {'+/-':>7} {'n':>6} {'failed':>6} {'n/a':>6}")
-    for name, evaluation in evaluations.items():
-        primary, failed = evaluation.primary, evaluation.num_failed
-        not_applicable = len(primary.values) * evaluation.num_samples - primary.n - failed
-        print(
-            f"{name:<{width}}  {printable(evaluation.metric):<20} {primary.mean:>8.4f} "
-            f"{1.96 * primary.error:>7.4f} {primary.n:>6} {failed:>6} {not_applicable:>6}"
-        )
-        for metric, own in evaluation.metrics.items():
-            if metric.startswith(OF_PROMPTS):
-                numbers = f"{own.mean:>8.4f} {1.96 * own.error:>7.4f} {own.n:>6}"
-                print(f"{'':<{width}}  {metric:<20} {numbers}")
+    """Print ``Evaluations``: one line per task."""
+    print(Evaluations(evaluations))
 
 
 @contextmanager

@@ -470,7 +470,9 @@ def make_actor(
             from.
     """
     from transformers import AutoTokenizer, PreTrainedModel
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # as in ``load_actor``
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         got = type(model).__name__

@@ -1,14 +1,19 @@
-"""Console tracker: on a terminal a live view, elsewhere a line per step; ``tracking.console`` chooses."""
+"""Console tracker: on a terminal and in a notebook a live view, elsewhere a line per step.
+
+``tracking.console`` chooses.
+"""
 
 from __future__ import annotations
 
+import importlib
+import io
 import logging
 import math
 import shlex
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -48,6 +53,9 @@ _TABLE_EVERY = 10
 """Steps from one table of the tasks to the next, where there is no terminal."""
 _PROGRESS_EVERY_S = 30.0
 """Between two lines on work that takes long, where there is no terminal."""
+_REFRESH_S = 0.5
+"""Between two drawings of the view."""
+_CELL = '<pre style="line-height: 1.2; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 class ConsoleTracker(Tracker):
@@ -60,6 +68,7 @@ class ConsoleTracker(Tracker):
         self._output_dir = output_dir
         self._mode = config.console
         self._live: Live | None = None
+        self._cell: _NotebookCell | None = None
         self._handlers: dict[Any, Any] = {}
         """Handlers of the log -> their stream before the live view."""
         self._num_steps: int | None = None
@@ -84,13 +93,14 @@ class ConsoleTracker(Tracker):
         self._tell(f"output in {self._output_dir}{resumed}")
         stream = self._stream or sys.stdout
         console = Console(file=stream)
-        if self._mode == "auto" and (stream.isatty() or console.is_jupyter):
+        if self._mode == "auto" and console.is_jupyter:
+            self._cell = _NotebookCell()
+        elif self._mode == "auto" and stream.isatty():
             self._live = Live(
                 console=console,
                 get_renderable=self._view,
-                refresh_per_second=2,
+                refresh_per_second=1.0 / _REFRESH_S,
                 transient=False,
-                vertical_overflow="visible" if console.is_jupyter else "ellipsis",
             )
             self._live.start()
             # the log's handlers hold the streams that the live view has replaced, and would write into it
@@ -104,9 +114,10 @@ class ConsoleTracker(Tracker):
         now = time.monotonic()
         if done == 0:
             self._told_at = now
-        elif self._work and self._live is None and now - self._told_at >= _PROGRESS_EVERY_S:
+        elif self._work and not self._has_view and now - self._told_at >= _PROGRESS_EVERY_S:
             self._told_at = now
             self._tell(f"  {self._work}")
+        self._draw()
 
     def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
         """Show the held-out value of each task, with half the width of its 95 % interval."""
@@ -116,8 +127,9 @@ class ConsoleTracker(Tracker):
         if self._mode == "json":
             held_out = {n: [e.primary.mean, e.primary.error, e.primary.n] for n, e in evaluations.items()}
             self._write_json(step, {"held_out": held_out})
-        elif self._live is None:
+        elif not self._has_view:
             self._tell(f"{self._title(step)}  held out: {_levels(self._tasks)}")
+        self._draw()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Show a step: a line, and now and then the tasks."""
@@ -137,7 +149,8 @@ class ConsoleTracker(Tracker):
         if self._first_step is None:
             self._first_step, self._began = step - 1, time.monotonic() - metrics.get("time/step_s", 0.0)
         self._step = step
-        if self._live is not None or self._mode == "json":
+        self._draw()
+        if self._has_view or self._mode == "json":
             return
         if failing := _failing(self._tasks):
             self._tell(f"{self._title(step)}  {failing}", is_alarm=True)
@@ -153,7 +166,7 @@ class ConsoleTracker(Tracker):
                 self._tell(f"  {line}")
 
     def log_event(self, event: Event) -> None:
-        """Write one line; on a terminal above the view."""
+        """Write one line; on a terminal above the view, in a notebook only if something is wrong."""
         task = f" [{event.task}]" if event.task else ""
         line = f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}"
         is_alarm = event.kind in ALARM_KINDS
@@ -164,12 +177,14 @@ class ConsoleTracker(Tracker):
         if self._mode == "json":
             told = {"source": event.source, "kind": event.kind, "task": event.task, "reason": event.reason}
             self._write_json(event.step, {"event": told})
-        else:
+        elif is_alarm or self._cell is None:  # below a cell the view alone shows other decisions
             self._tell(line, is_alarm=is_alarm)
+        self._draw()
 
     def finish(self, status: str) -> None:
         """Close the view, whose last state stays; print how the run ended and what may follow."""
         self._work = status
+        self._draw(at_once=True)
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -184,6 +199,15 @@ class ConsoleTracker(Tracker):
             self._write_json(self._step, {"status": status})
         else:
             self._tell(f"run {status}; next: {follows}", is_alarm=True)
+
+    @property
+    def _has_view(self) -> bool:
+        return self._live is not None or self._cell is not None
+
+    def _draw(self, *, at_once: bool = False) -> None:
+        """Draw the view of a notebook anew; that of a terminal draws itself."""
+        if self._cell is not None:
+            self._cell.show(self._view, at_once=at_once)
 
     def _tell(self, line: str, *, is_alarm: bool = False) -> None:
         if self._mode == "json" or (self._mode == "quiet" and not is_alarm):
@@ -237,6 +261,30 @@ class ConsoleTracker(Tracker):
         for text in self._warnings:
             lines.append(Text(printable(text), style="yellow", no_wrap=True, overflow="ellipsis"))
         return Group(*lines)
+
+
+class _NotebookCell:
+    """The view below a cell of a notebook, which every drawing replaces; it needs no widgets."""
+
+    def __init__(self) -> None:
+        self._display = importlib.import_module("IPython.display")
+        self._handle: Any = None
+        self._drawn_at = -math.inf
+
+    def show(self, view: Callable[[], Group], *, at_once: bool) -> None:
+        """Draw the view, unless it was drawn less than ``_REFRESH_S`` ago."""
+        if not at_once and time.monotonic() - self._drawn_at < _REFRESH_S:
+            return
+        self._drawn_at = time.monotonic()
+        page = Console(
+            file=io.StringIO(), record=True, width=120, force_jupyter=False, color_system="truecolor"
+        )
+        page.print(view())
+        html = self._display.HTML(page.export_html(inline_styles=True, code_format=_CELL))
+        if self._handle is None:
+            self._handle = self._display.display(html, display_id=True)
+        else:
+            self._handle.update(html)
 
 
 class _TaskView:

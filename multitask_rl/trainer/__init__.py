@@ -41,6 +41,7 @@ from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, plan_run
 from multitask_rl.run.profiling import MemoryWatch
 from multitask_rl.run.state import RunProgress
+from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.step.experience import Experience
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.metrics import (
@@ -232,8 +233,8 @@ class Trainer:
 
     # -- the run --------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, TaskEvaluation]:
-        """Run to ``max_steps`` and return the last evaluation.
+    def train(self) -> Evaluations:
+        """Run to ``max_steps`` and return the last evaluation: a mapping that prints as a table.
 
         A finished run makes no more steps; its trackers are ended again, in case a kill prevented it.
 
@@ -252,18 +253,19 @@ class Trainer:
                     self.train_step()
             parts.evaluator.tally.check()
             status = "finished"
-            return self.history[-1][1] if self.history else parts.evaluator.evaluate(self.step)
+            last = self.history[-1][1] if self.history else parts.evaluator.evaluate(self.step)
+            return Evaluations(last)
         except (GuardStop, KeyboardInterrupt):
             status = "stopped"
             raise
         finally:
             self._close(status)
 
-    def evaluate(self) -> dict[str, TaskEvaluation]:
+    def evaluate(self) -> Evaluations:
         """Evaluate every task with the present weights, without training."""
         parts = self._open(track=False)
         try:
-            return parts.evaluator.evaluate(self.step, must_score=True)
+            return Evaluations(parts.evaluator.evaluate(self.step, must_score=True))
         finally:
             self._close("finished")
 

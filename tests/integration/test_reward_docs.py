@@ -1,4 +1,4 @@
-"""The pages for authors: files are written, Python runs, commands are executed, in order.
+"""The pages for authors, and the notebooks: files are written, Python runs, commands are executed, in order.
 
 Every command has a process of its own, forked from one that has imported everything: importing torch for each
 would take most of the time.
@@ -35,6 +35,7 @@ PAGES = [
     "coming-from-verl.md",
     "coming-from-openrlhf.md",
 ]
+NOTEBOOKS = sorted((DOCS.parent / "examples" / "notebooks").glob("*.ipynb"))
 SHELL = """
 import json, os, runpy, sys, traceback
 import datasets, mlflow.store.tracking.sqlalchemy_store, multitask_rl.trainer
@@ -107,6 +108,21 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path, shell: Shell) 
         elif language == "bash":
             for line in text.replace("\\\n", "").splitlines():
                 command(line, tmp_path, shell)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_notebook_runs(notebook: Path, tmp_path: Path, shell: Shell) -> None:
+    document = json.loads(notebook.read_text(encoding="utf-8"))
+    cells = document["cells"]
+    assert (document["nbformat"], document["metadata"]["kernelspec"]["name"]) == (4, "python3")
+    assert [cell for cell in cells if cell.get("outputs")] == []
+    assert cells[0]["cell_type"] == "markdown"
+    for module in notebook.parent.glob("*.py"):
+        (tmp_path / module.name).write_text(module.read_text(encoding="utf-8"))
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    short = "import os\n\nos.environ['MULTITASK_RL_MAX_STEPS'] = '4'"
+    (tmp_path / "notebook.py").write_text("\n\n".join([short, *code]))
+    shell(tmp_path, "python", ["notebook.py"])
 
 
 def command(line: str, folder: Path, shell: Shell) -> None:

@@ -8,8 +8,10 @@ import logging
 import math
 import re
 import resource
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -274,6 +276,45 @@ def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
     tracker.start({"max_steps": 10})
     tracker.finish("finished")
     assert handler.stream is closed
+
+
+def test_a_notebook_has_one_output_that_updates_without_widgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[str] = []
+
+    class Handle:
+        def update(self, page: str) -> None:
+            pages[-1] = page
+
+    def display(page: str, display_id: bool) -> Handle:
+        assert display_id
+        pages.append(page)
+        return Handle()
+
+    class ZMQInteractiveShell:
+        """The name by which notebooks are known."""
+
+    monkeypatch.setattr("builtins.get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(HTML=str, display=display))
+    stream = io.StringIO()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
+    tracker.start({"max_steps": 2})
+    tracker.log_evaluation({"<math>": make_evaluation([1.0, 0.0], task="<math>")}, 0)
+    tracker.log_metrics({"time/step_s": 1.0, "task/<math>/reward_mean": 0.25}, 1)
+    tracker.log_event(Event(step=1, source="scheduler", kind="reweight", reason="it lags", task="<math>"))
+    tracker.log_event(Event(step=1, source="guard", kind="alarm", reason="it falls", task="<math>"))
+    tracker.finish("finished")
+    assert len(pages) == 1
+    for shown in ("step 1/2", "&lt;math&gt;", "0.500 ±0.980", "0.250", "it lags", "it falls", "finished"):
+        assert shown in pages[0]
+    assert "<math>" not in pages[0]
+    lines = stream.getvalue().splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        f"output in {tmp_path}",
+        "step 1  guard alarm [<math>]",
+        "run finished; next",
+    ]
 
 
 def test_a_run_says_what_it_ran_on_and_a_damaged_file_says_nothing(tmp_path: Path) -> None:
