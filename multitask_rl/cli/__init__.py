@@ -29,7 +29,7 @@ COMMANDS = {
     ),
     "plugins": ("cli.plugins:main", "list | check NAME | new KIND NAME: show, test or write plugins"),
     "compare": ("cli.comparison:main_compare", "RUN RUN...: differences per task with intervals"),
-    "report": ("cli.comparison:main_report", "RUN [--html FILE]: summary of one run"),
+    "report": ("cli.report:main_report", "RUN [--html FILE]: summary of one run"),
     "watch": ("cli.watch:main", "RUN [--open]: the same page in the browser, live while the run goes on"),
     "convert": ("cli.convert:main", "--from trl|verl|openrlhf FILE: tasks and configuration from theirs"),
     "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),

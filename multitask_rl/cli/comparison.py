@@ -1,8 +1,7 @@
-"""``multitask-rl compare RUN RUN...`` and ``multitask-rl report RUN``: results of runs, with intervals.
+"""``multitask-rl compare RUN RUN...``: arms of runs against each other, with intervals and verdicts.
 
-A run is its output directory, or ``mlflow:<run id>``. The first run of ``compare`` is the base. Values are
-paired by prompt if both runs evaluated the same prompts of a task. Without any real difference, 5 % of tables
-hold a verdict better or worse, whatever the number of tasks.
+Runs whose configurations differ in the seed alone are one **arm**. The arm of the first run is the base. A
+directory without a run of its own stands for the runs in it: a sweep.
 """
 
 from __future__ import annotations
@@ -11,374 +10,423 @@ import argparse
 import contextlib
 import json
 import math
-import sys
-import tempfile
-import webbrowser
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.boundary.printable import one_line, printable
-from multitask_rl.cli import aligned
+from multitask_rl.cli.tables import (
+    IGNORED,
+    Pair,
+    add_common,
+    difference_rows,
+    number,
+    open_run,
+    ruled,
+    share_prompts,
+    task_table,
+    write,
+)
 from multitask_rl.config.run import dotted
-from multitask_rl.errors import ConfigError, path_errors
-from multitask_rl.records import Direction
-from multitask_rl.report.page import render_page
-from multitask_rl.statistics.intervals import Difference, compare_means, holm
-from multitask_rl.tracking.jsonl import dump_line
-from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
+from multitask_rl.errors import ConfigError
+from multitask_rl.statistics.seeds import mean_of_arm
+from multitask_rl.tracking.reading import Evaluation, RunRecord
 
-_IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume", "tasks_file")
-"""Configuration that has no effect on what a run computes; tasks are recorded whole, with their places."""
-_HISTORY_ROWS = 12
+_MOST_KEYS_IN_A_NAME = 3
+_MOST_NAME = 60
+_MOST_TABLES = 4
+"""Comparisons printed as a table each; of more the table of arms says what there is to say."""
 
 
 def main_compare(argv: Sequence[str]) -> int:
     """Run ``compare``; 0 whatever the verdicts are.
 
     Raises:
-        ConfigError: a run cannot be read or the runs share no task.
+        ConfigError: fewer than two runs can be read, or no other run shares a task with the base.
     """
     parser = argparse.ArgumentParser(
-        prog="multitask-rl compare", description="Compare runs: difference, interval and verdict per task."
+        prog="multitask-rl compare",
+        description="Compare runs: difference, interval and verdict per task. Runs that differ in the seed "
+        "alone count as one arm.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output directory or mlflow:<run id>")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output directory, directory of a sweep, or mlflow:<run id>"
+    )
     parser.add_argument("--step", type=int, help="evaluation to compare (default: each run's last)")
-    _add_common(parser)
-    options = parser.parse_args(argv)
-    if len(options.runs) < 2:
-        parser.error("give at least two runs")
-    with contextlib.ExitStack() as stack:
-        base, *others = (stack.enter_context(_open_run(name, options.tracking_uri)) for name in options.runs)
-    results = [compare_runs(base, other, options.step) for other in others]
-    _write(results, options.json, lambda: "\n\n".join(map(render_comparison, results)))
-    return 0
-
-
-def main_report(argv: Sequence[str]) -> int:
-    """Run ``report``: before and after per task, the weights' history, the events.
-
-    Of several runs: what training on the tasks of each changed in all tasks.
-
-    Raises:
-        ConfigError: a run cannot be read.
-    """
-    parser = argparse.ArgumentParser(
-        prog="multitask-rl report",
-        description="Summarise one run: tasks, constraints, events, times. Of several: what training on A "
-        "changed in B.",
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="configuration that makes no arm, such as 'tasks.*.dataset'; may be repeated",
     )
-    parser.add_argument("run", metavar="RUN", nargs="+", help="output directory or mlflow:<run id>")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that works offline")
-    parser.add_argument("--open", action="store_true", help="show the page in the browser")
-    _add_common(parser)
+    parser.add_argument(
+        "--each-run", action="store_true", help="each run is an arm, also those of other seeds"
+    )
+    add_common(parser)
     options = parser.parse_args(argv)
-    if options.open and options.html is None:
-        parser.error("--open shows the page that --html FILE writes")
-    if options.html and (len(options.run) > 1 or options.run[0].startswith("mlflow:")):
-        parser.error("--html takes one run, by its output directory")
-    if len(options.run) > 1:
-        with contextlib.ExitStack() as stack:
-            runs = [stack.enter_context(_open_run(name, options.tracking_uri)) for name in options.run]
-        changes = [change for run in runs for change in _changes(run, all_tasks=True)]
-        _write({"runs": options.run, "changes": changes}, options.json, lambda: _change_table(changes))
-        return 0
-    with _open_run(options.run[0], options.tracking_uri) as run:
-        result = summarise_run(run)
-        if options.html:
-            page = render_page(run, result, Path(options.run[0]))
-            with path_errors("the page", options.html, "a file that can be written"):
-                options.html.write_text(page, encoding="utf-8")
-            if options.open:
-                webbrowser.open(options.html.resolve().as_uri())
-    _write(result, options.json, lambda: _render_report(result))
+    with contextlib.ExitStack() as stack:
+        runs, left_out = _read_all(options.runs, options.tracking_uri, stack)
+        arms = group_runs(runs, left_out, each_run=options.each_run, ignore=options.ignore)
+        if sum(len(arm.runs) for arm in arms) < 2:
+            reasons = "".join(f"; {run}: {reason}" for run, reason in left_out.items())
+            raise ConfigError(
+                f"compare needs two runs, and there is one: {arms[0].runs[0].name}{reasons}; "
+                "`multitask-rl report RUN` shows one"
+            )
+        result = compare(arms, options.step)
+    result["left_out"] = left_out
+    write(result, options.json, lambda: render_result(result))
     return 0
 
 
-def summarise_run(run: RunRecord) -> dict[str, Any]:
-    """Return what ``report`` says of one run."""
-    return {
-        "run": run.name,
-        "tasks": _report_rows(run),
-        "changes": _changes(run),
-        "constraints": _constraints(run),
-        "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
-        "stages": run.stages,
-        "events": run.events,
-    }
+@dataclass(kw_only=True, slots=True)
+class Arm:
+    """Runs whose configurations differ in the seed alone, in the order of their seeds."""
 
+    runs: list[RunRecord]
+    name: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Dotted key -> value, without what makes no arm."""
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tracking-uri", default="", help="MLflow server, for runs given as mlflow:<run id>")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    @property
+    def seeds(self) -> list[Any]:
+        """The seed of each run; None = not recorded."""
+        return [run.config.get("seed") for run in self.runs]
 
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks that a run of the arm has evaluated."""
+        return list(dict.fromkeys(task for run in self.runs for task in run.evaluations))
 
-def _write(result: object, as_json: bool, render: Callable[[], str]) -> None:
-    sys.stdout.write(dump_line({"result": result}) if as_json else printable(render()) + "\n")
+    def evaluations(self, task: str, step: int | None) -> list[Evaluation]:
+        """Return the evaluation of each run that has the task, at ``step`` (None = its last).
 
-
-@contextlib.contextmanager
-def _open_run(name: str, tracking_uri: str) -> Iterator[RunRecord]:
-    scheme, _, run_id = name.partition(":")
-    if scheme != "mlflow":
-        yield read_run(Path(name))
-        return
-    from multitask_rl.tracking.mlflow import fetch_run
-
-    with tempfile.TemporaryDirectory() as directory:
-        fetch_run(tracking_uri, run_id, Path(directory))
-        yield read_run(Path(directory), name)
-
-
-def compare_runs(base: RunRecord, other: RunRecord, step: int | None = None) -> dict[str, Any]:
-    """Return a row per task that both have, of the evaluation at ``step`` (None = the last).
-
-    Raises:
-        ConfigError: the runs share no task, have no such evaluation, or judge a task by other metrics.
-    """
-    tasks = [task for task in base.evaluations if task in other.evaluations]
-    if not tasks:
-        raise ConfigError(
-            f"{base.name} and {other.name} share no task: {', '.join(base.evaluations)} against "
-            f"{', '.join(other.evaluations)}"
-        )
-    pairs = {}
-    for task in tasks:
+        Raises:
+            ConfigError: a run has none at this step.
+        """
         chosen = []
-        for run in (base, other):
+        for run in (run for run in self.runs if task in run.evaluations):
             found = [e for e in run.evaluations[task] if step in (None, e.step)]
             if not found:
                 steps = ", ".join(str(evaluation.step) for evaluation in run.evaluations[task])
                 raise ConfigError(f"{run.name} has no evaluation of {task!r} at step {step}; it has: {steps}")
             chosen.append(found[-1] if step is None else found[0])
-        first, second = chosen
-        if first.metric != second.metric:
-            raise ConfigError(
-                f"task {task!r} is judged by {first.metric!r} in {base.name} and by {second.metric!r} in "
-                f"{other.name}; compare runs with the same primary_metric"
-            )
-        pairs[task] = first, second, _share_prompts(base, other, first, second)
-    return {
-        "base": base.name,
-        "other": other.name,
-        "tasks": _rows(pairs),
-        "only_in_one": sorted(set(base.evaluations) ^ set(other.evaluations)),
-        "config": _config_difference(base.config, other.config),
-    }
+        return chosen
+
+    def is_crossed(self, task: str, chosen: Sequence[Evaluation]) -> bool:
+        """Whether all runs were evaluated on the same prompts."""
+        runs = [run for run in self.runs if task in run.evaluations]
+        first = runs[0], chosen[0]
+        return all(
+            share_prompts(first[0], run, first[1], own) for run, own in zip(runs[1:], chosen[1:], strict=True)
+        )
 
 
-def _share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:
-    """Compare the recorded prompts or, without them, the number of values and the configuration."""
-    if len(first.values) != len(second.values):
-        return False
-    if first.prompts or second.prompts:
-        return first.prompts == second.prompts
-    relevant = ("seed", "eval.", f"tasks.{first.task}.dataset", f"tasks.{first.task}.eval_dataset")
-    different = _config_difference(base.config, other.config)
-    return not any(key == name or key.startswith(name) for key in different for name in relevant)
+def _read_all(
+    names: Sequence[str], tracking_uri: str, stack: contextlib.ExitStack
+) -> tuple[list[RunRecord], dict[str, str]]:
+    """Return the runs that can be read, and why others cannot.
 
-
-def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return a row per task: its last evaluation against the first one with the same metric."""
-    pairs, more = {}, dict[str, dict[str, Any]]()
-    for task, history in run.evaluations.items():
-        last = history[-1]
-        kind = (last.metric, last.direction)
-        alike = [e for e in history if (e.metric, e.direction) == kind]
-        more[task] = {"left_out": [e.step for e in history if (e.metric, e.direction) != kind]}
-        if len(alike) > 1:
-            pairs[task] = (alike[0], last, _share_prompts(run, run, alike[0], last))
-        else:
-            pairs[task] = (replace(last, values=[]), last, False)
-            more[task]["steps"] = [None, last.step]
-    return {task: {**row, **more[task]} for task, row in _rows(pairs).items()}
-
-
-def _rows(pairs: Mapping[str, tuple[Evaluation, Evaluation, bool]]) -> dict[str, dict[str, Any]]:
-    """Return a row per task from (before, after, whether the prompts are the same).
-
-    Each interval stands alone; the verdicts are read together, so their p-values are corrected (Holm).
+    Raises:
+        ConfigError: none can be read.
     """
-    found = {
-        task: compare_means(first.values, second.values, paired=paired)
-        for task, (first, second, paired) in pairs.items()
-    }
-    corrected = holm([difference.p_value for difference in found.values()])
-    rows = {}
-    for (task, difference), p_value in zip(found.items(), corrected, strict=True):
-        first, second, paired = pairs[task]
-        rows[task] = {
-            "metric": first.metric,
-            "steps": [first.step, second.step],
-            "before": difference.base,
-            "after": difference.other,
-            "delta": difference.delta,
-            "low": difference.low,
-            "high": difference.high,
-            "p_value": p_value,
-            "n": difference.n,
-            "paired": paired,
-            "verdict": difference.verdict(first.direction is not Direction.lower, p_value),
-            "reason": _why_nothing_is_said(first.values, second.values, difference),
-        }
-    return rows
-
-
-def _why_nothing_is_said(before: Sequence[float], after: Sequence[float], difference: Difference) -> str:
-    """Return why there is no interval or no verdict; empty if there are both, or nothing to compare."""
-    pairs = zip(before, after, strict=True) if difference.paired else ()
-    if difference.paired and all(a == b for a, b in pairs if math.isfinite(a) and math.isfinite(b)):
-        return f"no difference: all {difference.n} pairs are equal" if difference.n else ""
-    if difference.n and math.isnan(difference.p_value):
-        return f"no verdict: {difference.n} values are too few for p < 5 %, whatever they are"
-    if difference.n and math.isnan(difference.low):
-        return "no interval: the values do not vary"
-    return ""
-
-
-def _changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, Any]]:
-    """Return what training changed in tasks that it did not train on: primary metric, ``kl``, ``turnover``.
-
-    With ``all_tasks`` also in those that it trained on.
-    """
-    trained = [task for task, weights in run.weights.items() if any(weights.values())]
-    found = []
-    for task, row in _report_rows(run).items():
-        if task in trained and not all_tasks:
+    runs: list[RunRecord] = []
+    left_out: dict[str, str] = {}
+    known: dict[str, str] = {}
+    for name in (run for given in names for run in _expanded(given)):
+        place = name if name.startswith("mlflow:") else str(Path(name).resolve())
+        if place in known:
+            left_out.setdefault(name, "given twice" if name == known[place] else f"is {known[place]}")
             continue
-        own = {"run": run.name, "trained": trained, "task": task}
-        found.append({**own, **row})
-        first, last = run.evaluations[task][0].metrics, run.evaluations[task][-1].metrics
-        for metric in ("kl", "turnover"):
-            if metric in first:
-                numbers = {"before": first[metric], "after": last[metric]}
-                found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})
+        known[place] = name
+        try:
+            runs.append(stack.enter_context(open_run(name, tracking_uri, whole=False)))
+        except ConfigError as error:
+            left_out[name] = str(error)
+    if not runs:
+        raise ConfigError("; ".join(left_out.values()))
+    return runs, left_out
+
+
+def _expanded(name: str) -> list[str]:
+    """Return the runs that a name stands for: itself, or the runs in a directory of a sweep."""
+    path = Path(name)
+    if name.startswith("mlflow:") or not path.is_dir() or (path / "evaluations.jsonl").exists():
+        return [name]
+    marks = ("evaluations.jsonl", "config.yaml", "metrics.jsonl")
+    found = [child for child in path.iterdir() if any((child / mark).is_file() for mark in marks)]
+    found.sort(key=lambda child: (not child.name.isdigit(), child.name.zfill(9), child.name))
+    return [str(child) for child in found] or [name]
+
+
+def group_runs(
+    runs: Sequence[RunRecord],
+    left_out: dict[str, str] | None = None,
+    *,
+    each_run: bool = False,
+    ignore: Sequence[str] = (),
+) -> list[Arm]:
+    """Return the arms in the order of their first runs; runs that are there twice go to ``left_out``.
+
+    A run without a recorded configuration is an arm of its own. So is a run with configuration and seed of
+    another one whose evaluations differ from its: code, data or hardware differ.
+    """
+    left_out = {} if left_out is None else left_out
+    arms: list[Arm] = []
+    for run in runs:
+        settings = {
+            key: value
+            for key, value in dotted(run.config)
+            if not (
+                key == "seed"
+                or key.startswith(IGNORED)
+                or key.endswith(".source")
+                or any(fnmatch(key, pattern) or fnmatch(key, f"{pattern}.*") for pattern in ignore)
+            )
+        }
+        place = next(
+            (arm for arm in arms if run.config and arm.runs[0].config and arm.settings == settings), None
+        )
+        twins = (
+            [] if place is None else [r for r in place.runs if r.config.get("seed") == run.config.get("seed")]
+        )
+        twin = next((twin for twin in twins if _is_copy(twin, run)), None)
+        if place is not None and twin is not None:
+            longer, shorter = (run, twin) if _last_step(run) > _last_step(twin) else (twin, run)
+            place.runs[place.runs.index(twin)] = longer
+            left_out[shorter.name] = (
+                f"the same run as {longer.name}: configuration, seed and evaluations are equal"
+            )
+        elif place is None or twins or each_run:
+            arms.append(Arm(runs=[run], settings=settings))
+        else:
+            place.runs.append(run)
+    for arm in arms:
+        arm.runs.sort(
+            key=lambda run: (
+                not isinstance(run.config.get("seed"), int),
+                str(run.config.get("seed")).zfill(20),
+            )
+        )
+    _name(arms)
+    return arms
+
+
+def _is_copy(one: RunRecord, other: RunRecord) -> bool:
+    """Whether one run's evaluations begin with the other's."""
+    if set(one.evaluations) != set(other.evaluations):
+        return False
+    histories = ((one.evaluations[task], other.evaluations[task]) for task in one.evaluations)
+    return all(
+        (a.step, a.metric, str(a.values)) == (b.step, b.metric, str(b.values))
+        for pair in histories
+        for a, b in zip(*pair, strict=False)
+    )
+
+
+def _last_step(run: RunRecord) -> int:
+    return max(history[-1].step for history in run.evaluations.values())
+
+
+def differing(arms: Sequence[Arm]) -> list[str]:
+    """Return the keys of configuration whose values differ between arms."""
+    keys = dict.fromkeys(key for arm in arms for key in arm.settings)
+    return [key for key in keys if any(arm.settings.get(key) != arms[0].settings.get(key) for arm in arms)]
+
+
+def _name(arms: Sequence[Arm]) -> None:
+    """Name arms: one run by its name, several by the settings that make the arm."""
+    keys = differing(arms)
+    short = {key: key.rpartition(".")[2] for key in keys}
+    short = {key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()}
+    is_sweep = len(arms) > 2 and 0 < len(keys) <= _MOST_KEYS_IN_A_NAME
+    for arm in arms:
+        said = ", ".join(f"{short[key]}={_plain(arm.settings.get(key))}" for key in keys)
+        parents = {str(Path(run.name).parent) for run in arm.runs}
+        others = {str(Path(run.name).parent) for other in arms if other is not arm for run in other.runs}
+        if (is_sweep or len(arm.runs) > 1) and said and len(said) <= _MOST_NAME:
+            arm.name = said
+        elif len(arm.runs) > 1 and len(parents) == 1 and not parents & others:
+            arm.name = parents.pop()
+        else:
+            arm.name = arm.runs[0].name
+    for arm in arms:
+        if sum(other.name == arm.name for other in arms) > 1:
+            arm.name = arm.runs[0].name
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+
+
+def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
+    """Return levels of all arms, and a comparison of each other arm with the first.
+
+    Raises:
+        ConfigError: no other arm shares a task with the first, or a run lacks the evaluation at ``step``.
+    """
+    base, *others = arms
+    pairs: dict[tuple[int, str], Pair] = {}
+    notes: list[str] = []
+    for index, other in enumerate(others):
+        for task in (task for task in base.tasks if task in other.tasks):
+            pair = _pair(base, other, task, step)
+            kinds = [(e.metric, e.direction) for side in (pair.first, pair.second) for e in side]
+            if len(set(kinds)) > 1:
+                notes.append(
+                    f"task {task!r} is judged by {pair.first[0].metric!r} in {base.name} and by "
+                    f"{pair.second[0].metric!r} in {other.name}: compare runs with the same primary_metric"
+                )
+                continue
+            pairs[index, task] = pair
+            if not pair.paired:
+                notes.append(
+                    f"task {task!r}: {base.name} and {other.name} were evaluated on different held-out "
+                    "prompts, so values are not paired"
+                )
+    if others and not pairs:
+        told = notes or [
+            f"{base.name} and {other.name} share no task: {', '.join(base.tasks)} against "
+            f"{', '.join(other.tasks)}"
+            for other in others
+        ]
+        raise ConfigError("; ".join(told))
+    rows = difference_rows(pairs)
+    return {
+        "arms": [_arm(arm, step) for arm in arms],
+        "keys": {key: [arm.settings.get(key) for arm in arms] for key in differing(arms)},
+        "comparisons": [
+            {
+                "base": base.name,
+                "other": other.name,
+                "tasks": {task: row for (at, task), row in rows.items() if at == index},
+                "only_in_one": sorted(set(base.tasks) ^ set(other.tasks)),
+                "config": {
+                    key: [base.settings.get(key), other.settings.get(key)]
+                    for key in sorted(differing([base, other]))
+                },
+            }
+            for index, other in enumerate(others)
+        ],
+        "num_verdicts": sum(not math.isnan(row["p_value"]) for row in rows.values()),
+        "notes": [*_notes(arms, step), *dict.fromkeys(notes)],
+    }
+
+
+def _pair(base: Arm, other: Arm, task: str, step: int | None) -> Pair:
+    first, second = base.evaluations(task, step), other.evaluations(task, step)
+    crossed = base.is_crossed(task, first) and other.is_crossed(task, second)
+    one, two = (next(run for run in arm.runs if task in run.evaluations) for arm in (base, other))
+    seeds = [[run.config.get("seed") for run in arm.runs if task in run.evaluations] for arm in (base, other)]
+    return Pair(
+        first,
+        second,
+        paired=crossed and share_prompts(one, two, first[0], second[0]),
+        paired_seeds=len(first) > 1 and seeds[0] == seeds[1] and None not in seeds[0],
+        crossed=crossed,
+    )
+
+
+def _arm(arm: Arm, step: int | None) -> dict[str, Any]:
+    """Return runs and levels of an arm."""
+    levels = {}
+    for task in arm.tasks:
+        chosen = arm.evaluations(task, step)
+        mean, low, high = mean_of_arm([e.values for e in chosen], crossed=arm.is_crossed(task, chosen))
+        own = [mean_of_arm([e.values])[0] for e in chosen]
+        kind = {"metric": chosen[0].metric, "steps": [e.step for e in chosen]}
+        levels[task] = {**kind, "mean": mean, "low": low, "high": high, "of_runs": own}
+    return {"name": arm.name, "runs": [run.name for run in arm.runs], "seeds": arm.seeds, "tasks": levels}
+
+
+def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
+    """Return what a reader of the table has to know of the runs."""
+    runs = [run for arm in arms for run in arm.runs]
+    found = []
+    last = {run.name: _last_step(run) for run in runs}
+    if step is None and len(set(last.values())) > 1:
+        steps = [{e.step for history in run.evaluations.values() for e in history} for run in runs]
+        common = set.intersection(*steps)
+        hint = f"; --step {max(common)} is the last evaluation that all have" if common else ""
+        short = [f"{name} {at}" for name, at in last.items() if at < max(last.values())]
+        told = ", ".join(short[:5]) + (f" and {len(short) - 5} more" if len(short) > 5 else "")
+        found.append(f"last evaluations are of different steps: {max(last.values())}, but of {told}{hint}")
+    for arm in arms:
+        if not arm.runs[0].config:
+            found.append(f"{arm.name}: no configuration was recorded, so the run is an arm of its own")
+    is_mixed = len({len(arm.runs) > 1 for arm in arms}) > 1
+    if is_mixed:
+        found.append("where an arm has one run, the interval is that of other prompts, not of other seeds")
     return found
 
 
-def _change_table(changes: Sequence[Mapping[str, Any]]) -> str:
-    table = [["training on", "changed", "metric", "before", "after", "difference", "95% interval", "verdict"]]
-    for row in changes:
-        numbers = [_number(row[key]) for key in ("before", "after", "delta")]
-        ends = f"[{_number(row['low'])}, {_number(row['high'])}]" if "low" in row else ""
-        trained = ", ".join(row["trained"]) or "-"
-        table.append([trained, row["task"], row["metric"], *numbers, ends, row.get("verdict", "")])
-    return _table(table)
+def render_result(result: Mapping[str, Any]) -> str:
+    """Return the tables of ``compare``."""
+    arms, comparisons = result["arms"], result["comparisons"]
+    parts = []
+    if len(arms) != 2:
+        parts.append(_arms_table(result))
+    if not comparisons:
+        parts.append(
+            f"one arm: these runs differ in the seed alone ({', '.join(map(str, arms[0]['seeds']))}), so "
+            "there is nothing to compare it with; --each-run compares the runs"
+        )
+    sizes = {arm["name"]: arm["runs"] for arm in arms}
+    if len(comparisons) <= _MOST_TABLES:
+        parts += [render_comparison(own, result["num_verdicts"], sizes) for own in comparisons]
+    else:
+        parts.append(
+            f"verdicts against {arms[0]['name']}: at 5 % over all {result['num_verdicts']} together (Holm)"
+        )
+        parts.append("differences with intervals: --json")
+    parts += [f"note: {note}" for note in result["notes"]]
+    parts += [f"left out: {run}: {reason}" for run, reason in result["left_out"].items()]
+    return "\n\n".join(parts)
 
 
-def _constraints(run: RunRecord) -> list[dict[str, Any]]:
-    """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
-    rows = []
-    for task, history in run.evaluations.items():
-        first, last = history[0].metrics if len(history) > 1 else {}, history[-1].metrics
-        for key in last:
-            if key.startswith("constraint/") and key.endswith("/limit"):
-                prefix = key.removesuffix("limit")
-                own = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
-                before = first.get(f"{prefix}violation_rate", math.nan)
-                name = prefix.removeprefix("constraint/").removesuffix("/")
-                rows.append({"task": task, "constraint": name, "before": before, **own})
-    return rows
+def _arms_table(result: Mapping[str, Any]) -> str:
+    """Return a row per arm: what makes it, its runs, its level in each task with the verdict."""
+    tasks = list(dict.fromkeys(task for arm in result["arms"] for task in arm["tasks"]))
+    keys = list(result["keys"])[:_MOST_KEYS_IN_A_NAME]
+    table = [["arm", *keys, "runs", *tasks]]
+    marks = {"better": "+", "worse": "-"}
+    for index, arm in enumerate(result["arms"]):
+        rows = result["comparisons"][index - 1]["tasks"] if index else {}
+        cells = []
+        for task in tasks:
+            own = arm["tasks"].get(task)
+            mark = marks.get(rows[task]["verdict"], " ") if task in rows else " "
+            cells.append(f"{number(own['mean'])} {mark}" if own else "-  ")
+        settings = [_plain(result["keys"][key][index]) for key in keys]
+        table.append([arm["name"], *settings, str(len(arm["runs"])), *cells])
+    note = "\n+ better, - worse than the first arm" if result["comparisons"] else ""
+    return ruled(table) + note
 
 
-def _config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return dotted key -> [base's, other's] where they differ; None = has no such key."""
-    first, second = dict(dotted(base)), dict(dotted(other))
-    return {
-        key: [first.get(key), second.get(key)]
-        for key in sorted({*first, *second})
-        if first.get(key) != second.get(key) and not (key.startswith(_IGNORED) or key.endswith(".source"))
-    }
-
-
-def _number(value: float) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.4g}"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned table whose first row is the head."""
-    head, *lines = aligned(rows)
-    return "\n".join([head, "-" * len(head), *lines])
-
-
-def _task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str]) -> str:
-    table = [["task", "metric", *heads, "difference", "95% interval", "n", "paired", "verdict"]]
-    for task, row in rows.items():
-        interval = f"[{_number(row['low'])}, {_number(row['high'])}]"
-        numbers = [_number(row[key]) for key in ("before", "after", "delta")]
-        paired = "yes" if row["paired"] else "no"
-        table.append([task, row["metric"], *numbers, interval, str(row["n"]), paired, row["verdict"]])
-    text = _table(table)
-    text += "".join(f"\n{task}: {row['reason']}" for task, row in rows.items() if row["reason"])
-    if len(rows) > 1:
-        text += f"\nverdicts: at 5 % over all {len(rows)} tasks together (Holm); every interval stands alone"
-    return text
-
-
-def render_comparison(result: Mapping[str, Any]) -> str:
-    """Return the table of ``compare_runs``."""
-    counts = dict.fromkeys(("better", "worse", "same", "unknown"), 0)
+def render_comparison(
+    result: Mapping[str, Any], num_verdicts: int = 0, runs: Mapping[str, Sequence[str]] | None = None
+) -> str:
+    """Return the table of one comparison; ``num_verdicts`` are read together, if more than its own."""
+    counts = dict.fromkeys(("better", "worse", "not told apart", "unknown"), 0)
     for row in result["tasks"].values():
         counts[row["verdict"]] += 1
+    names = []
+    for side in ("base", "other"):
+        own = (runs or {}).get(result[side], [])
+        more = f" ({len(own)} runs: {', '.join(own)})" if len(own) > 1 else ""
+        names.append(f"{side + ':':6} {result[side]}{more}")
     parts = [
-        f"base:  {result['base']}\nother: {result['other']}",
-        _task_table(result["tasks"], ("base", "other")),
-        "other against base: " + ", ".join(f"{number} {word}" for word, number in counts.items() if number),
+        "\n".join(names),
+        task_table(result["tasks"], ("base", "other"), num_verdicts),
+        "other against base: " + ", ".join(f"{count} {word}" for word, count in counts.items() if count),
     ]
     if result["only_in_one"]:
         parts.append("tasks in only one of them: " + ", ".join(result["only_in_one"]))
     if result["config"]:
-        rows = [
-            [key, *(json.dumps(value, default=str) for value in pair)]
-            for key, pair in result["config"].items()
-        ]
-        parts.append(_table([["configuration", "base", "other"], *rows]))
+        rows = [[key, *map(_plain, pair)] for key, pair in result["config"].items()]
+        parts.append(ruled([["configuration", "base", "other"], *rows]))
     elif result["config"] is not None:
         parts.append("the configurations do not differ")
-    return "\n\n".join(parts)
-
-
-def _render_report(result: Mapping[str, Any]) -> str:
-    parts = [f"run: {result['run']}", _task_table(result["tasks"], ("before", "after"))]
-    parts += [
-        f"{task}: not compared with the evaluations at steps {', '.join(map(str, row['left_out']))}, "
-        f"which were not judged by {row['metric']!r} in the same direction"
-        for task, row in result["tasks"].items()
-        if row["left_out"]
-    ]
-    if result["changes"]:
-        parts.append(_change_table(result["changes"]))
-    if result["constraints"]:
-        table = [["constraint", "violations before", "after", "95% upper bound", "limit", "n", "satisfied"]]
-        for row in result["constraints"]:
-            keys = ("before", "violation_rate", "upper_bound", "limit")
-            numbers = [_number(row.get(key, math.nan)) for key in keys]
-            verdict = {None: "-", 0.0: "no"}.get(row.get("satisfied"), "yes")
-            count = f"{row['n']:.0f}" if "n" in row else "-"
-            table.append([f"{row['task']}/{row['constraint']}", *numbers, count, verdict])
-        parts.append(_table(table))
-    weights = result["weights"]
-    if weights:
-        steps = sorted({int(step) for own in weights.values() for step in own})
-        stride = math.ceil(len(steps) / _HISTORY_ROWS)
-        shown = sorted({*steps[::stride], steps[-1]})
-        rows = [
-            [str(step), *(_number(own.get(str(step), math.nan)) for own in weights.values())]
-            for step in shown
-        ]
-        parts.append(_table([["weights at step", *weights], *rows]))
-    if result["stages"]:
-        rows = [
-            [name, *(f"{own[key]:.1%}" for key in ("busy", "waited"))]
-            for name, own in result["stages"].items()
-        ]
-        parts.append(_table([["of the steps' time", "busy", "update waited for it"], *rows]))
-    events = [
-        f"step {event['step']}  {event['source']} {event['kind']}"
-        + (f" [{event['task']}]" if event.get("task") else "")
-        + f": {one_line(event['reason'])}"
-        for event in result["events"]
-    ]
-    parts.append("\n".join(["events:", *events]) if events else "no events")
     return "\n\n".join(parts)

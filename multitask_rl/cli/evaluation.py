@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from multitask_rl.cli.comparison import compare_runs, render_comparison
+from multitask_rl.cli.comparison import compare, group_runs, render_comparison
 from multitask_rl.cli.train import compose_and_run, evaluate, print_evaluations
 from multitask_rl.config.run import RunConfig, TrackingConfig
 from multitask_rl.config.trust import TRUST, refuse_code_in
@@ -89,8 +89,8 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
             append_evaluations(own / "evaluations.jsonl", results[name])
         compared = None
         if len(models) > 1:
-            base, other = (read_run(Path(folder) / str(i), name) for i, name in enumerate(models))
-            compared = compare_runs(base, other)
+            runs = [read_run(Path(folder) / str(i), name) for i, name in enumerate(models)]
+            (compared,) = compare(group_runs(runs))["comparisons"]
     if options.json:
         rows = {m: {n: evaluation_row(e) for n, e in own.items()} for m, own in results.items()}
         sys.stdout.write(dump_line({"models": rows, "difference": compared}))

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from multitask_rl.boundary.printable import printable
-from multitask_rl.cli.comparison import summarise_run
+from multitask_rl.cli.report import summarise_run
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.live import LiveRun, LiveServer
 

@@ -12,6 +12,8 @@ from scipy import special
 from multitask_rl.records import Direction, Statistic
 
 _LEVEL = 0.05
+NOT_TOLD_APART = "not told apart"
+"""The verdict of a difference that chance may have made."""
 _MAX_Z = 8.0
 """Largest reported z: beyond it the tail probability is below double precision."""
 
@@ -33,7 +35,7 @@ class Difference:
     paired: bool
 
     def verdict(self, higher_is_better: bool, p_value: float | None = None) -> str:
-        """Return ``better``, ``worse``, ``same`` (p >= 5 %) or ``unknown`` (too few values).
+        """Return ``better``, ``worse``, ``not told apart`` (p >= 5 %) or ``unknown`` (too few values).
 
         ``p_value`` is corrected for the other verdicts (``holm``); None = this is the only one.
         """
@@ -41,7 +43,7 @@ class Difference:
         if math.isnan(p_value):
             return "unknown"
         if p_value >= _LEVEL:
-            return "same"
+            return NOT_TOLD_APART
         return "better" if (self.delta > 0) == higher_is_better else "worse"
 
 
@@ -153,7 +155,7 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
         differences = [b - a for a, b in zip(first, second, strict=True)]
         error = math.sqrt(variance(differences) / n)
         is_binary = {*first, *second} <= {0.0, 1.0}
-        if not is_binary and not _is_noise(error, [*first, *second]):
+        if not is_binary and not is_noise(error, [*first, *second]):
             low, high, p_value = _student(fmean(differences), error, n - 1)
         else:
             up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -165,7 +167,7 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
                 low, high = max(-1.0, middle - half), min(1.0, middle + half)
     elif min(n, m) > 1:
         delta, a, b = end - start, variance(first) / n, variance(second) / m
-        if _is_noise(math.sqrt(a + b), [*first, *second]):
+        if is_noise(math.sqrt(a + b), [*first, *second]):
             least = 2 / math.comb(n + m, n)
             p_value = _if_possible(least if delta else 1.0, least=least)
         else:  # Welch-Satterthwaite
@@ -189,7 +191,7 @@ def _student(delta: float, error: float, degrees: float) -> tuple[float, float, 
     return delta - half, delta + half, student_tails(delta / error, degrees)
 
 
-def _is_noise(error: float, values: Sequence[float]) -> bool:
+def is_noise(error: float, values: Sequence[float]) -> bool:
     """Whether the standard error is only rounding."""
     return error <= 1e-12 * max(map(abs, values))
 

@@ -50,8 +50,11 @@ class RunRecord:
     """Stage -> ``busy`` and ``waited``, shares of the steps' time (see ``timeline.summarise``)."""
 
 
-def read_run(directory: Path, name: str = "") -> RunRecord:
-    """Read the output directory of a run; ConfigError if it is none, or holds no evaluation yet."""
+def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecord:
+    """Read the output directory of a run; ConfigError if it is none, or holds no evaluation yet.
+
+    Without ``whole``: evaluations and configuration alone, which are a small part of the records.
+    """
     if not (directory / "evaluations.jsonl").is_file():
         raise ConfigError(
             f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; give "
@@ -78,6 +81,8 @@ def read_run(directory: Path, name: str = "") -> RunRecord:
         history.append(evaluation)
     if not evaluations:
         raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
+    if not whole:
+        return RunRecord(name=name or str(directory), config=config, evaluations=evaluations)
     weights: dict[str, dict[int, float]] = {}
     for step, own in read_lines(directory / "metrics.jsonl", task_weights):
         for task, value in own.items():

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from multitask_rl.cli.comparison import main_compare, main_report
+from multitask_rl.cli.comparison import main_compare
+from multitask_rl.cli.report import main_report
 from multitask_rl.errors import ConfigError
 from multitask_rl.statistics.intervals import compare_means, holm, student_tails
 
@@ -43,7 +44,7 @@ def _write_run(
 
 def _compare(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[dict[str, Any]]:
     assert main_compare([*map(str, arguments), "--json"]) == 0
-    result: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["result"]
+    result: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["result"]["comparisons"]
     return result
 
 
@@ -87,7 +88,7 @@ def test_pairing_finds_what_welch_cannot() -> None:
     base = [stream.gauss(0, 10) for _ in range(50)]
     other = [value + 0.5 + stream.gauss(0, 0.1) for value in base]
     assert compare_means(base, other, paired=True).verdict(True) == "better"
-    assert compare_means(base, other, paired=False).verdict(True) == "same"
+    assert compare_means(base, other, paired=False).verdict(True) == "not told apart"
 
 
 @pytest.mark.parametrize(
@@ -101,8 +102,8 @@ def test_pairing_finds_what_welch_cannot() -> None:
         ([0.5] * 4, [0.6] * 4, True, "unknown"),
         ([0.5] * 5, [0.6] * 5, True, "better"),
         ([0.0, 0.1, 0.2], [2.0, 2.1, 2.2], True, "unknown"),  # but for rounding
-        ([0.5] * 5, [0.5] * 5, True, "same"),
-        ([0.5] * 5, [0.5] * 5, False, "same"),
+        ([0.5] * 5, [0.5] * 5, True, "not told apart"),
+        ([0.5] * 5, [0.5] * 5, False, "not told apart"),
     ],
 )
 def test_values_without_variance_prove_as_much_as_their_number(
@@ -176,9 +177,7 @@ def test_compare_takes_the_last_evaluations_and_names_the_configuration(
     assert (math_row["delta"], math_row["n"], math_row["paired"]) == (1.0, 19, True)
     assert math_row["verdict"] == "better"
     assert math_row["steps"] == [9, 7]
-    assert code_row["verdict"] == "same"
-    (start,) = _compare(capsys, base, base)
-    assert {row["verdict"] for row in start["tasks"].values()} == {"same"}
+    assert code_row["verdict"] == "not told apart"
 
 
 def test_many_tasks_make_no_verdict_by_chance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +191,9 @@ def test_many_tasks_make_no_verdict_by_chance(tmp_path: Path, capsys: pytest.Cap
     alone = [compare_means(base[name], other[name], paired=True) for name in names]
     assert sum(difference.p_value < 0.05 for difference in alone) > 1, "one is real"
     (result,) = _compare(capsys, *runs)
-    changed = {task: row["verdict"] for task, row in result["tasks"].items() if row["verdict"] != "same"}
+    changed = {
+        task: row["verdict"] for task, row in result["tasks"].items() if row["verdict"] != "not told apart"
+    }
     assert changed == {"task7": "better"}
     assert main_compare(list(map(str, runs))) == 0
     assert "over all 20 tasks together (Holm)" in capsys.readouterr().out
@@ -213,10 +214,10 @@ def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("first", "second", "paired"),
     [
-        ({"prompts": "p"}, {"prompts": "p", "config": {"seed": 1}}, True),
+        ({"prompts": "p"}, {"prompts": "p", "config": {"seed": 1, "x": 1}}, True),
         ({"prompts": "p"}, {"prompts": "q"}, False),
         ({"prompts": "p"}, {}, False),
-        ({}, {"config": {"seed": 1}}, False),
+        ({}, {"config": {"seed": 1, "x": 1}}, False),
         ({}, {"config": {"seed": 0, "eval": {"temperature": 0.0}}}, False),
         ({}, {"config": {"seed": 0, "batch": {"group_size": 2}}}, True),
     ],
@@ -228,9 +229,8 @@ def test_values_are_paired_only_when_the_prompts_are_the_same(
     second: dict[str, Any],
     paired: bool,
 ) -> None:
-    values: Values = [0.0, 1.0, 0.0]
-    base = _write_run(tmp_path / "a", [(1, "math", values)], **first)
-    other = _write_run(tmp_path / "b", [(1, "math", values)], **second)
+    base = _write_run(tmp_path / "a", [(1, "math", [0.0, 1.0, 0.0])], **first)
+    other = _write_run(tmp_path / "b", [(1, "math", [0.0, 1.0, 1.0])], **second)
     (result,) = _compare(capsys, base, other)
     assert result["tasks"]["math"]["paired"] is paired
 
@@ -296,7 +296,7 @@ def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.
     }
     assert rows == {
         "metric": ([2, 4], 7.5, True, "better"),
-        "seed": ([0, 4], pytest.approx(0.15), False, "same"),
+        "seed": ([0, 4], pytest.approx(0.15), False, "not told apart"),
         "new": ([2, 4], pytest.approx(0.15), True, "better"),
         "single": ([None, 4], None, False, "unknown"),
     }
@@ -316,7 +316,7 @@ def test_steps_a_rollback_or_resume_undid_do_not_count(
     row = json.loads(capsys.readouterr().out)["result"]["tasks"]["math"]
     assert row["steps"] == [0, 8]
     with pytest.raises(ConfigError, match="it has: 0, 5, 8"):
-        main_compare([str(run), str(run), "--step", "10"])
+        main_compare([str(run), str(_write_run(tmp_path / "b", [(8, "math", [0.5, 0.6])])), "--step", "10"])
 
 
 def test_bad_runs_are_configuration_errors(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_bad_runs_are_configuration_errors(tmp_path: Path) -> None:
     (other / "evaluations.jsonl").write_text("not json\n")
     with pytest.raises(ConfigError, match=r"evaluations\.jsonl:1"):
         main_report([str(other)])
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(ConfigError, match="two runs, and there is one"):
         main_compare([str(good)])
 
 
@@ -354,9 +354,8 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
     assert result["weights"] == {"math": {"1": 0.5}}
     assert result["tasks"]["math"]["after"] == pytest.approx(0.95)
     assert [event["reason"] for event in result["events"]] == ["fell"]
-    (compared,) = _compare(capsys, run, name, "--tracking-uri", tracker.uri)
-    assert compared["tasks"]["math"]["delta"] == 0
-    assert compared["config"] == {}
+    with pytest.raises(ConfigError, match="the same run as"):
+        main_compare([str(run), name, "--tracking-uri", tracker.uri])
     with pytest.raises(ConfigError, match="no run"):
         main_report(["mlflow:" + "0" * 32, "--tracking-uri", tracker.uri])
 
@@ -374,3 +373,114 @@ def test_a_row_without_interval_or_verdict_says_why(
     assert "few: no verdict: 2 values are too few for p < 5 %, whatever they are" in told
     assert "steady: no interval: the values do not vary" in told
     assert not any(line.startswith("varied: ") for line in told)
+
+
+def _seeds(
+    tmp_path: Path, arm: str, seeds: list[int], shift: float, *, prompts: str = "p", last: int = 8
+) -> list[Path]:
+    """Write a run per seed: 40 prompts of 0 to 1, the seed moves all of them by 0.01."""
+    settings = {"optimizer": {"learning_rate": shift}, "max_steps": 8}
+    return [
+        _write_run(
+            tmp_path / f"{arm}{seed}",
+            [
+                (
+                    last,
+                    "math",
+                    [(i * 7 % 40) / 40 + 0.01 * seed + shift + 0.02 * ((i + seed) % 3) for i in range(40)],
+                )
+            ],
+            {"seed": seed, "output_dir": f"{arm}{seed}", **settings},
+            prompts=prompts,
+        )
+        for seed in seeds
+    ]
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_arm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [*_seeds(tmp_path, "a", [1, 0, 2], 0.0), *_seeds(tmp_path, "b", [2, 0, 1], 0.5)]
+    (result,) = _compare(capsys, *runs)
+    row = result["tasks"]["math"]
+    assert (row["seeds"], row["paired"], row["paired_seeds"], row["n"]) == ([3, 3], True, True, 40)
+    assert row["delta"] == pytest.approx(0.5)
+    assert row["verdict"] == "better"
+    assert result["config"] == {"optimizer.learning_rate": [0.0, 0.5]}
+    assert (result["base"], result["other"]) == ("learning_rate=0.0", "learning_rate=0.5")
+    assert main_compare(list(map(str, runs))) == 0
+    assert "seeds, prompts" not in capsys.readouterr().err
+    fewer = _compare(capsys, *runs[:5])[0]["tasks"]["math"]
+    assert (fewer["seeds"], fewer["paired_seeds"]) == ([3, 2], False)
+    apart = _compare(capsys, *runs, "--each-run")
+    assert [len(comparison["tasks"]) for comparison in apart] == [1] * 5
+    together = runs[0], runs[3], "--ignore", "optimizer.learning_rate"
+    assert _compare(capsys, *together) == [], "one arm of two seeds"
+
+
+def test_a_directory_of_a_sweep_stands_for_its_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = tmp_path / "sweep"
+    sweep.mkdir()
+    for number in range(11):
+        values: Values = [number / 10 + 0.01 * (i % 3) for i in range(20)]
+        config = {"seed": number % 2, "group_size": number // 2, "output_dir": str(number)}
+        _write_run(sweep / str(number), [(1, "math", values)], config, prompts="p")
+    (sweep / "11").mkdir()
+    (sweep / "11" / "config.yaml").write_text("seed: 1\ngroup_size: 5\n")
+    assert main_compare([str(sweep), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [arm["name"] for arm in result["arms"]] == [f"group_size={i}" for i in range(6)]
+    assert [len(arm["runs"]) for arm in result["arms"]] == [2] * 5 + [1]
+    assert result["keys"] == {"group_size": list(range(6))}
+    assert list(result["left_out"]) == [str(sweep / "11")], "it crashed before its first evaluation"
+    assert "where an arm has one run" in " ".join(result["notes"])
+    assert main_compare([str(sweep)]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].split() == ["arm", "group_size", "runs", "math"]
+    assert text.splitlines()[-1].startswith(f"left out: {sweep / '11'}: ")
+
+
+def test_runs_that_are_there_twice_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values: Values = [i / 20 for i in range(20)]
+    config = {"seed": 0, "x": 1}
+    first = _write_run(tmp_path / "a", [(1, "math", values), (2, "math", values)], config)
+    crashed = _write_run(tmp_path / "copy", [(1, "math", values)], config)
+    other = _write_run(tmp_path / "b", [(1, "math", values[::-1])], {"seed": 0, "x": 2})
+    rerun = _write_run(tmp_path / "rerun", [(1, "math", values[::-1])], config)
+    runs = [crashed, first, other, tmp_path / "." / "b", rerun]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [arm["runs"] for arm in result["arms"]] == [[str(first)], [str(other)], [str(rerun)]]
+    assert result["left_out"] == {
+        str(other): "given twice",
+        str(crashed): f"the same run as {first}: configuration, seed and evaluations are equal",
+    }
+    assert "--step 1 is the last evaluation that all have" in result["notes"][0]
+    with pytest.raises(ConfigError, match="given twice"):
+        main_compare([str(first), str(first)])
+
+
+def test_seeds_of_one_configuration_alone_are_shown_and_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_compare(list(map(str, _seeds(tmp_path, "a", [0, 1], 0.0)))) == 0
+    text = capsys.readouterr().out
+    assert "one arm: these runs differ in the seed alone (0, 1)" in text
+    assert "--each-run" in text
+
+
+def test_an_arm_without_a_task_of_the_base_does_not_hinder_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values: Values = [i / 20 for i in range(20)]
+    runs = [
+        _write_run(tmp_path / name, [(1, task, values)], {"seed": 0, "x": name}, prompts=prompts)
+        for name, task, prompts in (("a", "math", "p"), ("b", "code", "p"), ("c", "math", "q"))
+    ]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [list(comparison["tasks"]) for comparison in result["comparisons"]] == [[], ["math"]]
+    assert result["comparisons"][0]["only_in_one"] == ["code", "math"]
+    assert "different held-out prompts" in result["notes"][0]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.comparison import main_report
+from multitask_rl.cli.report import main_report
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.constraints.satisfaction import constraint_metrics, constraint_warnings, smallest_number
 from multitask_rl.contracts import PluginTraits

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.comparison import summarise_run
+from multitask_rl.cli.report import summarise_run
 from multitask_rl.report.live import LiveRun, LiveServer
 from record_builders import sample, write_records
 
