@@ -7,6 +7,7 @@ traceback.
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 import sys
 import traceback
@@ -84,9 +85,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, MultitaskRLError):
             print(error_line(str(error)), file=sys.stderr)
             return error.exit_code
+        if problem := _problem_of_torch():
+            print(error_line(f"{problem} (--debug shows the traceback)"), file=sys.stderr)
+            return 2
         told = f"{type(error).__name__}: {error} (not foreseen; --debug shows the traceback)"
         print(error_line(told), file=sys.stderr)
         return 1
+
+
+def _problem_of_torch() -> str:
+    """Return why torch cannot be imported; empty if it can."""
+    try:
+        importlib.import_module("torch")
+    except Exception as error:  # noqa: BLE001 - torch raises what the loader of its libraries raises
+        return (
+            f"torch cannot be imported: {type(error).__name__}: {error}. Where it misses libraries of "
+            "CUDA, it is a build for GPUs without them: install a CPU build of torch, or let pip install "
+            "torch with its dependencies"
+        )
+    return ""
 
 
 def run_command(arguments: list[str]) -> int:

@@ -584,3 +584,19 @@ def test_a_missing_tasks_file_is_all_that_its_command_asks_for(capsys: pytest.Ca
         with pytest.raises(SystemExit, match="2"):
             main(["tasks", command])
         assert capsys.readouterr().err.endswith("the following arguments are required: file\n")
+
+
+def test_a_torch_that_cannot_be_imported_is_said_with_what_to_do(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ValueError('libcublasLt.so not found')\n")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    ended = subprocess.run(
+        [sys.executable, "-c", "from multitask_rl.cli import main; raise SystemExit(main(['doctor']))"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert "torch cannot be imported: ValueError: libcublasLt.so not found" in ended.stderr
+    assert "install a CPU build" in ended.stderr
+    assert "Traceback" not in ended.stderr
