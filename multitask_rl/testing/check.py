@@ -51,8 +51,9 @@ class CheckReport:
         traits = self.traits
         lines = [f"{self.kind} {self.plugin}"]
         if traits is not None:
+            values = f"range [{traits.low:g}, {traits.high:g}], " if self.kind == "reward" else ""
             lines[0] += (
-                f": range [{traits.low:g}, {traits.high:g}], "
+                f": {values}"
                 f"{'deterministic' if traits.deterministic else 'not deterministic'}, "
                 f"reads {', '.join(traits.needs) or 'no declared column'}, "
                 f"{traits.timeout_s:g} s per response, "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
+from typing import Any
 
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import (
@@ -18,7 +19,9 @@ from multitask_rl.sandbox.base import (
     StdioTask,
     StdioTest,
     UnittestTask,
+    open_sandbox,
 )
+from multitask_rl.testing.contract import Finding, run_check
 
 _LIMITS = Limits(cpu_s=1, wall_s=2, mem_mb=128, stdout_bytes=1 << 16, stderr_bytes=1 << 12)
 _SUM = "n = int(input())\nprint(sum(map(int, input().split())))"
@@ -44,11 +47,20 @@ _ESCAPES = (
 )
 
 
-def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tasks: bool = True) -> None:
+def check_sandbox(plugin: str, config: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Return the finding about a sandbox (``open_sandbox(plugin, **config)``) that judges function tests."""
+
+    def check() -> None:
+        assert_sandbox_contract(lambda: open_sandbox(plugin, **(config or {})))
+
+    return [run_check("runs programs, judges tests, holds limits, refuses escapes and closes", check)]
+
+
+def assert_sandbox_contract(make: Callable[[], Sandbox], *, function_tasks: bool = True) -> None:
     """Assert that a sandbox keeps its contract.
 
     Args:
-        open_sandbox: returns a new sandbox.
+        make: returns a new sandbox.
         function_tasks: whether it judges ``AssertsTask`` and ``UnittestTask``; else it must refuse them.
 
     Raises:
@@ -66,7 +78,7 @@ def assert_sandbox_contract(open_sandbox: Callable[[], Sandbox], *, function_tas
     def twice(source: str, *asserts: str) -> Outcome:
         return run(source, AssertsTask(entry_point="twice", asserts=asserts))
 
-    with open_sandbox() as sandbox:
+    with make() as sandbox:
         assert isinstance(sandbox, Sandbox), (
             f"{type(sandbox).__name__} lacks a method of the Sandbox interface"
         )

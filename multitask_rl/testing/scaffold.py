@@ -19,6 +19,7 @@ from multitask_rl.plugins import (
     GUARDS,
     REWARDS,
     ROLLOUT_ENGINES,
+    SANDBOXES,
     SCHEDULERS,
     TASKS,
     TRACKERS,
@@ -59,6 +60,9 @@ KINDS: dict[str, Kind] = {
     "scheduler": Kind(SCHEDULERS, "multitask-rl train scheduler.policy=$name"),
     "guard": Kind(GUARDS, "multitask-rl train guard.plugin=$name"),
     "engine": Kind(ROLLOUT_ENGINES, "multitask-rl train rollout.engine=$name", "multitask_rl.testing.engine"),
+    "sandbox": Kind(
+        SANDBOXES, 'a reward calls multitask_rl.sandbox.open_sandbox("$name")', "multitask_rl.testing.sandbox"
+    ),
     "tracker": Kind(TRACKERS, "multitask-rl train 'tracking.trackers=[console,jsonl,$name]'"),
 }
 

@@ -8,31 +8,13 @@ import tomllib
 import pytest
 
 from multitask_rl.config.run import GuardConfig, RolloutConfig, SchedulerConfig, TrackingConfig
-from multitask_rl.plugins import GROUPS, SANDBOXES, list_plugins
-from multitask_rl.sandbox import open_sandbox
+from multitask_rl.plugins import GROUPS, list_plugins
+from multitask_rl.sandbox import Program, open_sandbox
 from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.scaffold import KINDS, scaffold
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
 
-SANDBOX = '''
-class Sandbox:
-    """Runs nothing."""
-
-    def __init__(self, answer=0):
-        self.answer = answer
-
-    def run(self, program):
-        return self.answer
-
-    submit = map = run
-
-    def close(self):
-        pass
-'''
-WRITTEN = {
-    "sandbox": (SANDBOXES, SANDBOX, "Sandbox"),
-}
 RUN = """
 tasks:
   sums:
@@ -60,9 +42,6 @@ def site(tmp_path_factory):
         entries.update(declared)
         (module,) = project.glob("*.py")
         module.rename(folder / module.name)
-    for kind, (group, text, name) in WRITTEN.items():
-        (folder / f"own_{kind}_file.py").write_text(text)
-        entries[group] = {f"own_{kind}": f"own_{kind}_file:{name}"}
     info = folder / "own_plugins-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-plugins\nVersion: 1.0\n")
@@ -112,4 +91,6 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
     assert {"own_reward"} == {name for row in rows if row["task"] == "sums" for name in row["breakdown"]}
     worlds = [row for row in rows if row["task"] == "by_module"]
     assert {row["reward"] for row in worlds if row["turns"]} == {1.0}, "it called no tool"
-    assert open_sandbox("own_sandbox", answer=3).run("") == 3
+    with open_sandbox("own_sandbox", workers=1, max_characters=8) as sandbox:
+        outcomes = sandbox.map([Program(source="print(1)"), Program(source="print(10)")])
+    assert [(o.stdout_text, o.message) for o in outcomes] == [("1\n", ""), ("", "the program is too long")]
