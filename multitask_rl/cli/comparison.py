@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -30,10 +31,13 @@ from multitask_rl.cli.tables import (
 )
 from multitask_rl.config.run import dotted
 from multitask_rl.errors import ConfigError
+from multitask_rl.records import Direction
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord
+from multitask_rl.tracking.spending import COSTS, read_spending
 
-_MOST_KEYS_IN_A_NAME = 3
+_MOST_KEYS = 3
+"""Keys of configuration with a column each in the table of arms."""
 _MOST_NAME = 60
 _MOST_TABLES = 4
 """Comparisons printed as a table each; of more the table of arms says what there is to say."""
@@ -55,6 +59,11 @@ def main_compare(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--step", type=int, help="evaluation to compare (default: each run's last)")
     parser.add_argument(
+        "--level",
+        type=float,
+        help="level whose cost to reach is told (default: the first arm's last, per task)",
+    )
+    parser.add_argument(
         "--ignore",
         action="append",
         default=[],
@@ -75,7 +84,7 @@ def main_compare(argv: Sequence[str]) -> int:
                 f"compare needs two runs, and there is one: {arms[0].runs[0].name}{reasons}; "
                 "`multitask-rl report RUN` shows one"
             )
-        result = compare(arms, options.step)
+        result = compare(arms, options.step) | costs(arms, options.step, options.level)
     result["left_out"] = left_out
     write(result, options.json, lambda: render_result(result))
     return 0
@@ -237,24 +246,36 @@ def differing(arms: Sequence[Arm]) -> list[str]:
 
 
 def _name(arms: Sequence[Arm]) -> None:
-    """Name arms: one run by its name, several by the settings that make the arm."""
+    """Name arms: a run by its name, several by their directory or else by the settings that differ."""
     keys = differing(arms)
     short = {key: key.rpartition(".")[2] for key in keys}
     short = {key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()}
-    is_sweep = len(arms) > 2 and 0 < len(keys) <= _MOST_KEYS_IN_A_NAME
-    for arm in arms:
+    places = [_common_place([run.name for run in arm.runs]) for arm in arms]
+    for arm, place in zip(arms, places, strict=True):
         said = ", ".join(f"{short[key]}={_plain(arm.settings.get(key))}" for key in keys)
-        parents = {str(Path(run.name).parent) for run in arm.runs}
-        others = {str(Path(run.name).parent) for other in arms if other is not arm for run in other.runs}
-        if (is_sweep or len(arm.runs) > 1) and said and len(said) <= _MOST_NAME:
+        others = [run.name for other in arms if other is not arm for run in other.runs]
+        is_own = bool(place) and not any(Path(name).is_relative_to(place) for name in others)
+        is_number = Path(arm.runs[0].name).name.isdigit()  # in the directory of a sweep
+        if is_own and (len(arm.runs) > 1 or not is_number):
+            arm.name = place
+        elif said and len(said) <= _MOST_NAME:
             arm.name = said
-        elif len(arm.runs) > 1 and len(parents) == 1 and not parents & others:
-            arm.name = parents.pop()
         else:
             arm.name = arm.runs[0].name
     for arm in arms:
         if sum(other.name == arm.name for other in arms) > 1:
             arm.name = arm.runs[0].name
+
+
+def _common_place(names: Sequence[str]) -> str:
+    """Return the directory that holds all runs, or the one run; empty if there is none."""
+    if len(names) == 1:
+        return names[0]
+    if len({Path(name).is_absolute() for name in names}) > 1 or any(
+        name.startswith("mlflow:") for name in names
+    ):
+        return ""
+    return os.path.commonpath(names)
 
 
 def _plain(value: object) -> str:
@@ -310,9 +331,51 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
             }
             for index, other in enumerate(others)
         ],
+        "dominates": _dominances(arms, step),
         "num_verdicts": sum(not math.isnan(row["p_value"]) for row in rows.values()),
         "notes": [*_notes(arms, step), *dict.fromkeys(notes)],
     }
+
+
+def costs(arms: Sequence[Arm], step: int | None = None, level: float | None = None) -> dict[str, Any]:
+    """Return what the arms have spent, and what each has spent until it reached a level.
+
+    Without ``level`` it is the mean of the first arm at ``step`` (None = its last), per task. A run reaches
+    it with the first evaluation whose mean is as good. Numbers are means over the runs that have them.
+    """
+    levels = {}
+    for task in arms[0].tasks:
+        means = [evaluation.mean for evaluation in arms[0].evaluations(task, step)]
+        levels[task] = math.fsum(means) / len(means) if level is None else level
+    spent: list[dict[str, float]] = []
+    reached: list[dict[str, Any]] = []
+    notes: list[str] = []
+    for arm in arms:
+        spendings = [read_spending(run.directory / "metrics.jsonl", arm.tasks) for run in arm.runs]
+        spent.append(_mean_costs([own.total for own in spendings]))
+        reached.append({})
+        for task, goal in levels.items():
+            found = [
+                (next((own.at(e.step) for e in run.evaluations[task] if _is_as_good(e, goal)), None))
+                for run, own in zip(arm.runs, spendings, strict=True)
+                if task in run.evaluations
+            ]
+            there = [own for own in found if own is not None]
+            reached[-1][task] = {"reached": len(there), "runs": len(found), **_mean_costs(there)}
+        for run, own in zip(arm.runs, spendings, strict=True):
+            planned, made = run.config.get("max_steps"), own.total["steps"]
+            if isinstance(planned, int) and made < planned:
+                notes.append(f"{run.name} has made {made:.0f} of {planned} steps")
+    return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
+
+
+def _is_as_good(evaluation: Evaluation, level: float) -> bool:
+    sign = -1.0 if evaluation.direction is Direction.lower else 1.0
+    return sign * evaluation.mean >= sign * level
+
+
+def _mean_costs(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: sum(own[key] for own in found) / len(found) if found else math.nan for key in COSTS}
 
 
 def _pair(base: Arm, other: Arm, task: str, step: int | None) -> Pair:
@@ -329,13 +392,35 @@ def _pair(base: Arm, other: Arm, task: str, step: int | None) -> Pair:
     )
 
 
+def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
+    """Return arm -> arms that it dominates: no task's mean is worse, one is better (Pareto).
+
+    Only tasks count that all arms have.
+    """
+    tasks = [task for task in arms[0].tasks if all(task in arm.tasks for arm in arms)]
+    points = []
+    for arm in arms:
+        chosen = [arm.evaluations(task, step) for task in tasks]
+        signs = [-1.0 if own[0].direction is Direction.lower else 1.0 for own in chosen]
+        means = [math.fsum(e.mean for e in own) / len(own) for own in chosen]
+        points.append([sign * mean for sign, mean in zip(signs, means, strict=True)])
+    return {
+        arm.name: [
+            other.name
+            for other, theirs in zip(arms, points, strict=True)
+            if own != theirs and all(a >= b for a, b in zip(own, theirs, strict=True))
+        ]
+        for arm, own in zip(arms, points, strict=True)
+    }
+
+
 def _arm(arm: Arm, step: int | None) -> dict[str, Any]:
     """Return runs and levels of an arm."""
     levels = {}
     for task in arm.tasks:
         chosen = arm.evaluations(task, step)
         mean, low, high = mean_of_arm([e.values for e in chosen], crossed=arm.is_crossed(task, chosen))
-        own = [mean_of_arm([e.values])[0] for e in chosen]
+        own = [e.mean for e in chosen]
         kind = {"metric": chosen[0].metric, "steps": [e.step for e in chosen]}
         levels[task] = {**kind, "mean": mean, "low": low, "high": high, "of_runs": own}
     return {"name": arm.name, "runs": [run.name for run in arm.runs], "seeds": arm.seeds, "tasks": levels}
@@ -381,7 +466,14 @@ def render_result(result: Mapping[str, Any]) -> str:
             f"verdicts against {arms[0]['name']}: at 5 % over all {result['num_verdicts']} together (Holm)"
         )
         parts.append("differences with intervals: --json")
-    parts += [f"note: {note}" for note in result["notes"]]
+    parts.append(_cost_tables(result))
+    if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
+        parts += [
+            f"{arm} dominates {', '.join(own)}: its mean is as good or better in every task"
+            for arm, own in result["dominates"].items()
+            if own
+        ]
+    parts += [f"note: {note}" for note in (*result["notes"], *result["unfinished"])]
     parts += [f"left out: {run}: {reason}" for run, reason in result["left_out"].items()]
     return "\n\n".join(parts)
 
@@ -389,7 +481,7 @@ def render_result(result: Mapping[str, Any]) -> str:
 def _arms_table(result: Mapping[str, Any]) -> str:
     """Return a row per arm: what makes it, its runs, its level in each task with the verdict."""
     tasks = list(dict.fromkeys(task for arm in result["arms"] for task in arm["tasks"]))
-    keys = list(result["keys"])[:_MOST_KEYS_IN_A_NAME]
+    keys = list(result["keys"])[:_MOST_KEYS]
     table = [["arm", *keys, "runs", *tasks]]
     marks = {"better": "+", "worse": "-"}
     for index, arm in enumerate(result["arms"]):
@@ -403,6 +495,25 @@ def _arms_table(result: Mapping[str, Any]) -> str:
         table.append([arm["name"], *settings, str(len(arm["runs"])), *cells])
     note = "\n+ better, - worse than the first arm" if result["comparisons"] else ""
     return ruled(table) + note
+
+
+def _cost_tables(result: Mapping[str, Any]) -> str:
+    """Return what each arm has spent, and the samples until it reached the level of each task."""
+    tasks = list(result["levels"])
+    heads = [f"{task} {number(result['levels'][task])}" for task in tasks]
+    table = [["spent by each run", *COSTS, *(f"samples to {head}" for head in heads)]]
+    for arm, spent, reached in zip(result["arms"], result["costs"], result["reached"], strict=True):
+        cells = []
+        for task in tasks:
+            own = reached[task]
+            part = "" if own["reached"] == own["runs"] else f" ({own['reached']} of {own['runs']} runs)"
+            cells.append(_amount(own["samples"]) + part if own["reached"] else "not reached")
+        table.append([arm["name"], *(_amount(spent[key]) for key in COSTS), *cells])
+    return ruled(table)
+
+
+def _amount(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def render_comparison(

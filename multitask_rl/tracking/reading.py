@@ -34,6 +34,12 @@ class Evaluation:
     metrics: dict[str, float] = field(default_factory=dict)
     """Further finite numbers."""
 
+    @property
+    def mean(self) -> float:
+        """Mean of the prompts that could be scored; NaN without one."""
+        found = [value for value in self.values if math.isfinite(value)]
+        return math.fsum(found) / len(found) if found else math.nan
+
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
@@ -46,6 +52,8 @@ class RunRecord:
     weights: dict[str, dict[int, float]] = field(default_factory=dict)
     """task -> step -> weight."""
     events: list[dict[str, Any]] = field(default_factory=list)
+    directory: Path = Path()
+    """Where the records are."""
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     """Stage -> ``busy`` and ``waited``, shares of the steps' time (see ``timeline.summarise``)."""
 
@@ -82,7 +90,9 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
     if not evaluations:
         raise ConfigError(f"{directory / 'evaluations.jsonl'} is empty: the run has evaluated nothing yet")
     if not whole:
-        return RunRecord(name=name or str(directory), config=config, evaluations=evaluations)
+        return RunRecord(
+            name=name or str(directory), config=config, evaluations=evaluations, directory=directory
+        )
     weights: dict[str, dict[int, float]] = {}
     for step, own in read_lines(directory / "metrics.jsonl", task_weights):
         for task, value in own.items():
@@ -91,6 +101,7 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
         name=name or str(directory),
         config=config,
         evaluations=evaluations,
+        directory=directory,
         weights=weights,
         events=list(read_lines(directory / "events.jsonl", typed(_EVENT))),
         stages=summarise(read_lines(directory / "timeline.jsonl", typed(_SPAN))),

@@ -484,3 +484,54 @@ def test_an_arm_without_a_task_of_the_base_does_not_hinder_others(
     assert [list(comparison["tasks"]) for comparison in result["comparisons"]] == [[], ["math"]]
     assert result["comparisons"][0]["only_in_one"] == ["code", "math"]
     assert "different held-out prompts" in result["notes"][0]
+
+
+def test_costs_count_what_a_rollback_undid_and_tell_when_a_level_was_reached(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    low: Values = [0.0, 0.1, 0.2]
+    high: Values = [0.8, 0.9, 1.0]
+    steps = [1, 2, 3, 2, 3, 4]  # the guard went back once
+    for name, scores, rates in (
+        ("a", [(0, low), (2, low), (4, high)], {"time/samples_per_s": 4.0, "time/tokens_per_s": 20.0}),
+        ("b", [(0, low), (2, high), (4, high)], {"time/samples_per_s": 4.0}),
+        ("c", [(0, low), (4, low)], {}),
+    ):
+        run = _write_run(
+            tmp_path / name, [(s, "math", v) for s, v in scores], {"seed": 0, "x": name, "max_steps": 5}
+        )
+        with (run / "metrics.jsonl").open("w") as lines:
+            for step in steps:
+                lines.write(
+                    json.dumps({"step": step, "task/math/reward_mean": 0.5, "time/step_s": 2.0, **rates})
+                    + "\n"
+                )
+                lines.write(json.dumps({"step": step, "time/evaluation_s": 9.0}) + "\n")
+    runs = [str(tmp_path / name) for name in "abc"]
+    assert main_compare([*runs, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["levels"] == {"math": pytest.approx(0.9)}
+    first, second, third = (own["math"] for own in result["reached"])
+    assert first == {"reached": 1, "runs": 1, "steps": 4, "samples": 48, "tokens": 240, "seconds": 12}
+    assert second == {"reached": 1, "runs": 1, "steps": 2, "samples": 32, "tokens": None, "seconds": 8}
+    assert third["reached"] == 0
+    assert result["costs"][0] == {"steps": 4, "samples": 48, "tokens": 240, "seconds": 12}
+    assert result["unfinished"][0] == f"{runs[0]} has made 4 of 5 steps"
+    assert main_compare([*runs, "--level", "0.1"]) == 0
+    assert "samples to math 0.1" in capsys.readouterr().out
+
+
+def test_an_arm_dominates_another_that_is_worse_in_no_task(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = []
+    for name, (one, two, kl) in {"a": (0.5, 0.5, 0.5), "b": (0.6, 0.5, 0.4), "c": (0.7, 0.4, 0.4)}.items():
+        runs.append(
+            _write_run(tmp_path / name, [(1, "one", [one, one]), (1, "two", [two, two])], {"x": name})
+        )
+        line = {"step": 1, "task": "kl", "metric": "kl", "direction": "lower", "values": [kl, kl]}
+        with (runs[-1] / "evaluations.jsonl").open("a") as lines:
+            lines.write(json.dumps(line) + "\n")
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["result"]["dominates"]
+    assert found == {str(runs[0]): [], str(runs[1]): [str(runs[0])], str(runs[2]): []}
