@@ -590,7 +590,7 @@ def test_a_torch_that_cannot_be_imported_is_said_with_what_to_do(tmp_path):
     (tmp_path / "torch.py").write_text("raise ValueError('libcublasLt.so not found')\n")
     path = os.pathsep.join([str(tmp_path), *sys.path])
     ended = subprocess.run(
-        [sys.executable, "-c", "from multitask_rl.cli import main; raise SystemExit(main(['doctor']))"],
+        [sys.executable, "-m", "multitask_rl", "doctor"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
