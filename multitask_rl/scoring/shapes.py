@@ -30,7 +30,7 @@ _BATCH = {"responses": "response", "rollouts": "rollout", "prompts": "prompt"}
 _SPECIAL = ("response", "rollout", "prompt")
 _PLURALS = {
     *("generated_texts", "texts", "completions", "generations", "outputs", "predictions", "samples"),
-    "candidates",
+    *("candidates", "answers", "replies", "solutions"),
 }
 """Names of a first parameter that takes all responses; another name does if it is annotated as a list."""
 _LISTS = ("list", "List", "Sequence", "Iterable")
