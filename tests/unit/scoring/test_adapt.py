@@ -211,7 +211,7 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
 
 @pytest.mark.parametrize(
     "signature",
-    ["generated_texts", "completions", "answers", "texts, reference=None", "z: list[str]", "x: 'Sequence[str]'"],
+    ["generated_texts", "completions", "answers", "texts, reference=None", "x: 'Sequence[str]'"],
 )
 def test_a_batch_function_may_call_its_responses_as_it_likes(tmp_path: Path, signature: str) -> None:
     first = signature.replace(":", ",").partition(",")[0]
