@@ -29,6 +29,9 @@ class SchedulerPolicyConfig(Settings):
     prior_prompts: Natural = 100
     """Evidence of the initial weights, in prompts: after this many prompts of a task, its share has moved
     half of the way from its initial weight to the policy's preference."""
+    gradients_every: Natural = 0
+    """Steps between comparisons of the tasks' gradients, which add ``grad_norm`` and ``cosine/<other task>``
+    to a task's metrics; 0 = never."""
 
 
 class SchedulerPolicy:

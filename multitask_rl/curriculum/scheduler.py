@@ -293,6 +293,11 @@ class DynamicTaskWeightScheduler:
             if share > 0.0:
                 self._carry[task] = self._carry.get(task, 0.0) + owed.get(task, 0.0) - share * total
 
+    def compares_gradients(self, step: int) -> bool:
+        """Whether the learner compares the gradients of the tasks at ``step``."""
+        every = self.policy_config.gradients_every
+        return every > 0 and step % every == 0 and len(self.tasks) > 1
+
     def informative_rate(self, task: str) -> float:
         """Return the smoothed share of the task's informative groups; 1 before any was seen."""
         return self._policy.traces[task].informative if task in self._policy.tasks else 1.0

@@ -274,6 +274,13 @@ def bind_controllers(
             reward_ranges=ranges,
             seed=plan.config.seed,
         )
+        cuts = plan.actor_devices.is_sharded or plan.config.batch.context_ranks > 1
+        if cuts and scheduler.policy_config.gradients_every:
+            raise ConfigError(
+                "scheduler.policy_config.gradients_every: with sharded models or batch.context_ranks > 1 a "
+                "learner rank has a part of every gradient, and parts are not compared; set it to 0, or give "
+                "every rank the whole model"
+            )
         if tasks and (warning := scale_warning({n: plan.algorithms[n] for n in scheduler.active})):
             logger.warning("%s", warning)
     if guard is not None:

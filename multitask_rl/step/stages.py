@@ -792,20 +792,25 @@ class UpdateStage(Stage):
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
-        self._step, self._factor = 0, 1.0
+        self._step, self._factor, self._compare = 0, 1.0, False
         self._shares: Callable[[Collection[str]], Mapping[str, float]] = lambda _: {}
         self.report = UpdateReport(metrics={}, task_metrics={}, spans=[])
         """Of the last call."""
 
     def prepare(
-        self, step: int, shares: Callable[[Collection[str]], Mapping[str, float]], factor: float
+        self,
+        step: int,
+        shares: Callable[[Collection[str]], Mapping[str, float]],
+        factor: float,
+        *,
+        compare: bool,
     ) -> None:
         """Set up the update of ``step``.
 
         ``shares`` maps the tasks that have samples to the shares of their losses; ``factor`` multiplies the
-        learning rate.
+        learning rate; ``compare``: the tasks' gradients (``Learner.update``).
         """
-        self._step, self._shares, self._factor = step, shares, factor
+        self._step, self._shares, self._factor, self._compare = step, shares, factor, compare
 
     def process(self, items: list[CreditedSample]) -> list[UpdateReport]:
         """Learn from the samples of all tasks."""
@@ -814,6 +819,7 @@ class UpdateStage(Stage):
             shares=self._shares({c.sample.task for c in items}),
             step=self._step,
             learning_rate_factor=self._factor,
+            compare=self._compare,
         )
         return [self.report]
 

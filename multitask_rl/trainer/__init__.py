@@ -290,7 +290,7 @@ class Trainer:
         factor = schedule_factor(self.config.optimizer, step, self.config.max_steps)
         if self.guard is not None:
             factor *= self.guard.lr_factor(step)
-        parts.update.prepare(step, report.shares, factor)
+        parts.update.prepare(step, report.shares, factor, compare=self.scheduler.compares_gradients(step))
         parts.learning(experience.kept, note=partial(timeline.add, step=step))
         update = parts.update.report
         for stage, span in update.spans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -135,6 +135,8 @@ class UpdateResult:
     """``grad_norm`` and ``critic_grad_norm`` of the whole gradient before clipping; None: the gradient was
     not finite and was not applied."""
     means: TokenMeans
+    sketches: dict[str, Tensor] = field(default_factory=dict)
+    """Task -> sketch of its part of the gradient (``sketch.py``), if asked for."""
 
 
 class TrainingBackend:
@@ -159,10 +161,12 @@ class TrainingBackend:
         """
         raise NotImplementedError
 
-    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
+    def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
         """Make one optimizer step with ``factor`` times the learning rates.
 
         ``active`` are all samples of the step with a gradient; their factors include shares and denominators.
+        With ``compared``, the names of their tasks, the passes are made task by task, and the result has the
+        sketch of each task's gradient.
         """
         raise NotImplementedError
 

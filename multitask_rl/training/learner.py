@@ -17,6 +17,7 @@ from multitask_rl.seeding import random_stream
 from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import CreditedSample, TokenMeans, TrainingBackend
 from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.sketch import compare_gradients
 
 MAX_BAD_UPDATES = 3
 """The run stops after so many updates in a row with a gradient that is not finite."""
@@ -49,6 +50,7 @@ class Learner:
         shares: Mapping[str, float],
         step: int,
         learning_rate_factor: float = 1.0,
+        compare: bool = False,
     ) -> UpdateReport:
         """Make the step's optimizer updates.
 
@@ -57,12 +59,14 @@ class Learner:
             shares: task -> weight of its loss, summing to 1 over the tasks that have samples.
             step: number of the training step; seeds the shuffle.
             learning_rate_factor: product of the schedule's and the guard's factors.
+            compare: report norms and cosines of the tasks' gradients in the first of the updates.
 
         Raises:
             TrainingError: gradients were not finite ``MAX_BAD_UPDATES`` updates in a row.
         """
         means = TokenMeans()
         norms: list[dict[str, float]] = []
+        compared: dict[str, dict[str, float]] | None = None if compare else {}
         num_skipped = 0
         for epoch in range(self._config.batch.num_epochs):
             # every task's samples are dealt evenly to the minibatches
@@ -82,10 +86,12 @@ class Learner:
             for minibatch in minibatches:
                 factors = zip(minibatch, self._token_weights(minibatch, weights), strict=True)
                 active = [(c, factor) for c, factor in factors if c.has_gradient]
-                result = self.backend.step(active, learning_rate_factor)
+                names = [n for n in self.tasks if any(c.sample.task == n for c, _ in active)]
+                result = self.backend.step(active, learning_rate_factor, names if compared is None else ())
                 means.merge(result.means)
                 if result.norms is not None:
                     self.bad_updates = 0
+                    compared = compare_gradients(result.sketches) if compared is None else compared
                     norms.append({"loss": result.loss, **result.norms})
                     continue
                 num_skipped += 1
@@ -106,7 +112,10 @@ class Learner:
                 metrics[key] = sum(found) / len(found)
         metrics |= {"padding_share": means.padding, "skipped_updates": float(num_skipped)}
         metrics["updates"] = float(len(norms))
-        return UpdateReport(metrics=metrics, task_metrics=means.by_task(), spans=spans)
+        per_task = means.by_task()
+        for name, numbers in (compared or {}).items():
+            per_task[name] = per_task.get(name, {}) | numbers
+        return UpdateReport(metrics=metrics, task_metrics=per_task, spans=spans)
 
     def _token_weights(self, minibatch: list[CreditedSample], shares: Mapping[str, float]) -> list[float]:
         """Return the factor of each sample's token losses: share * loss_weight / denominator."""

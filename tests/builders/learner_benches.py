@@ -95,14 +95,15 @@ class Bench:
         self.credit = CreditAssigner(backend, self.tasks, many_updates=many)
         self.learner = Learner(backend, self.tasks, self.config)
 
-    def update(self, scored, shares=None):
+    def update(self, scored, shares=None, **options):
         samples = [
             s
             for n, a in self.algorithms.items()
             for s in a.select([x for x in scored if x.rollout.task == n])
         ]
         self.credited, _ = self.credit.credit(samples)
-        return self.learner.update(self.credited, shares=shares or {"a": 0.5, "b": 0.5}, step=0)
+        shares = shares or {"a": 0.5, "b": 0.5}
+        return self.learner.update(self.credited, shares=shares, step=0, **options)
 
 
 def relative_difference(one, other):

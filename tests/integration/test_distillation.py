@@ -8,6 +8,7 @@ import pytest
 from model_builders import build_byte_actor
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, OptimizerConfig
 from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, undocumented, weights_hash, write_run
@@ -107,6 +108,7 @@ def run_mixed(directory, output, steps, **changes):
         "eval": replace(config.eval, every=2),
         "checkpoint": replace(config.checkpoint, every=2),
         "guard": GuardConfig(monitor_metrics=["short", "warm", "taught"]),
+        "scheduler": SchedulerConfig(policy_config={"gradients_every": 2}),
     }
     trainer = Trainer.from_config(replace(config, **(changed | changes)))
     trainer.train()
@@ -123,6 +125,8 @@ def test_tasks_without_rewards_are_measured_and_keep_their_share(mixed):
     assert last["warm"].primary.mean < first["warm"].primary.mean
     steps = [json.loads(line) for line in (directory / "whole" / "metrics.jsonl").read_text().splitlines()]
     numbers = {name: value for row in steps for name, value in row.items()}
+    assert [row["step"] for row in steps if "task/warm/cosine/taught" in row] == [1, 3]
+    assert 0.0 < abs(numbers["task/taught/cosine/warm"]) < 1.0
     assert numbers["task/warm/nll"] < 4
     assert numbers["task/taught/teacher_kl"] > 0
     assert "guard/warm/value" in numbers

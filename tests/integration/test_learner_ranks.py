@@ -10,8 +10,10 @@ from multitask_rl.cli import main
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.run.plan import plan_ranks, plan_run
+from multitask_rl.trainer import Trainer
 from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
@@ -61,6 +63,14 @@ def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_e
     changing = train(run_config(place, "changing", 3, **in_layers))
     for name, found in changing.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5)
+
+
+def test_parts_of_gradients_are_not_compared(place):
+    every_step = SchedulerConfig(policy_config={"gradients_every": 1})
+    for devices in ("cpu:0-1 sharded", "cpu:0-1 tensor=2"):
+        config = run_config(place, "no", 1, device_map={"actor": devices}, scheduler=every_step)
+        with pytest.raises(ConfigError, match="parts are not compared"):
+            Trainer.from_config(config)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner, scatter
+from multitask_rl.training.sketch import SIZE, sketch_gradient
 
 MAX_OVERFLOWS = 12
 """Times that the passes of a step are made again with a smaller loss scale (float16)."""
@@ -67,29 +68,43 @@ class InProcess(TrainingBackend):
                 old, runner.reference_logprobs(samples, task) if want_ref else None, values
             )
 
-    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
+    def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
-        result = self._step(active, factor)
+        result = self._step(active, factor, compared)
         for _ in range(MAX_OVERFLOWS if self.optimizer.scales_loss else 0):
             # all ranks see the same norms, so they make the same number of passes
             if result.norms is None:
-                result = self._step(active, factor)
+                result = self._step(active, factor, compared)
         return result
 
-    def _step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
-        runner, means, total = self.runner, TokenMeans(), 0.0
+    def _step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str]) -> UpdateResult:
+        result = UpdateResult(loss=0.0, norms=None, means=TokenMeans())
         self.optimizer.zero_grad()
-        with runner.actor.learning(), runner.critic.learning():
-            batches = runner.cut([c.sample for c, _ in active])
-            own = [batch for batch in batches if batch.indices]
-            means.add_padding(sum(b.num_tokens for b in own), sum(b.num_cells for b in own))
-            with runner.together():
-                for batch in batches:
-                    loss = self._loss(batch.to(runner.actor.device), active, means)
-                    total += float(loss.detach())
-                    if loss.requires_grad:
-                        torch.autograd.backward(loss * self.optimizer.loss_scale)
-            return UpdateResult(loss=total, norms=self.optimizer.step(factor), means=means)
+        with self.runner.actor.learning(), self.runner.critic.learning():
+            if not compared:
+                self._backward(active, result)
+            before = torch.zeros(SIZE, dtype=torch.float64)
+            for name in compared:
+                self._backward([(c, weight) for c, weight in active if c.sample.task == name], result)
+                # the gradients add up: a task's is what it adds
+                seen = sketch_gradient(self.optimizer.parameters[0])
+                result.sketches[name] = (seen - before) / self.optimizer.loss_scale
+                before = seen
+            result.norms = self.optimizer.step(factor)
+        return result
+
+    def _backward(self, active: Sequence[Weighted], result: UpdateResult) -> None:
+        """Add the gradients of ``active`` to those of the parameters, and their numbers to ``result``."""
+        runner = self.runner
+        batches = runner.cut([c.sample for c, _ in active])
+        own = [batch for batch in batches if batch.indices]
+        result.means.add_padding(sum(b.num_tokens for b in own), sum(b.num_cells for b in own))
+        with runner.together():
+            for batch in batches:
+                loss = self._loss(batch.to(runner.actor.device), active, result.means)
+                result.loss += float(loss.detach())
+                if loss.requires_grad:
+                    torch.autograd.backward(loss * self.optimizer.loss_scale)
 
     def _loss(self, batch: MicroBatch, active: Sequence[Weighted], means: TokenMeans) -> Tensor:
         """Return the weighted sum of the token losses of one micro-batch."""

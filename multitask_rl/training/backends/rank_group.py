@@ -233,7 +233,7 @@ class RankGroup(TrainingBackend):
             self._is_busy = False
             torch.set_num_threads(threads)
 
-    def step(self, active: Sequence[Weighted], factor: float) -> UpdateResult:
+    def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
         """See ``TrainingBackend``."""
         self._synchronise()
         shares = self._deal([c.sample for c, _ in active])
@@ -250,14 +250,14 @@ class RankGroup(TrainingBackend):
 
         def own_step() -> UpdateResult:
             if self._tensor == 1:
-                return self._own.step(parts[0], factor)
+                return self._own.step(parts[0], factor, compared)
             # the trainer's own random state stays as it is
             with torch.random.fork_rng(devices=None if self._ranks.device.type == "cuda" else []):
                 torch.manual_seed(seed(0))
-                return self._own.step(parts[0], factor)
+                return self._own.step(parts[0], factor, compared)
 
         began = time.monotonic()
-        work = {r: (parts[r // self._peers], factor, coefficients, seed(r)) for r in self._others}
+        work = {r: (parts[r // self._peers], factor, compared, coefficients, seed(r)) for r in self._others}
         own, others = self._call(Replica.step, work, own_step)
         arrived = self._connections.arrived
         last = max(arrived, key=lambda rank: arrived[rank])
@@ -267,12 +267,14 @@ class RankGroup(TrainingBackend):
             self._metrics[f"ranks/{rank}/waits_s"] += arrived[last] - at
         self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
         self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
-        means = TokenMeans()
-        results = [own, *others]
-        for one in results:
-            means.merge(one.means)
+        merged = UpdateResult(loss=0.0, norms=own.norms, means=TokenMeans())
+        for one in [own, *others]:
+            merged.loss += one.loss
+            merged.means.merge(one.means)
+            for name, sketch in one.sketches.items():
+                merged.sketches[name] = merged.sketches.get(name, 0.0) + sketch
         self._remember()
-        return UpdateResult(loss=sum(one.loss for one in results), norms=own.norms, means=means)
+        return merged
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool

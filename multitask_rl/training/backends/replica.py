@@ -201,13 +201,18 @@ class Replica:
             self._channel.send(("ended", ended))
 
     def step(
-        self, active: Sequence[Weighted], factor: float, coefficients: Mapping[str, float], seed: int
+        self,
+        active: Sequence[Weighted],
+        factor: float,
+        compared: Sequence[str],
+        coefficients: Mapping[str, float],
+        seed: int,
     ) -> UpdateResult | None:
         """Make an optimizer step with the other ranks; only the first of the peers returns the result."""
         torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
         for name, coefficient in coefficients.items():
             self._own.tasks[name].kl_coefficient = coefficient
-        result = self._own.step(active, factor)
+        result = self._own.step(active, factor, compared)
         return None if self.ranks.peer_index else result
 
     def ema_update(self) -> None:

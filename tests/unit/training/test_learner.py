@@ -145,7 +145,7 @@ def test_a_task_with_few_samples_keeps_its_share_over_the_minibatches(few):
     bench = Bench(num_minibatches=4, num_epochs=2)
     step_of, steps = bench.main.step, []
 
-    def record(active, factor):
+    def record(active, factor, compared=()):
         steps.append([(c.sample.task, weight * len(c.sample.response_ids)) for c, weight in active])
         return step_of(active, factor)
 

@@ -69,8 +69,12 @@ def test_two_ranks_learn_what_one_does():
     scored = sample_scored(build_actor())
     one, two = Bench(second="sampled"), RanksBench(second="sampled", num_ranks=2)
     try:
-        expected, found = one.update(scored), two.update(scored)
+        expected, found = one.update(scored, compare=True), two.update(scored, compare=True)
         assert_same_numbers(found, expected)
+        for task, other in ("ab", "ba"):
+            own, wanted = found.task_metrics[task], expected.task_metrics[task]
+            assert own["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+            assert own[f"cosine/{other}"] == pytest.approx(wanted[f"cosine/{other}"], abs=1e-4)
         for name, parameter in one.actor.model.named_parameters():
             torch.testing.assert_close(
                 dict(two.actor.model.named_parameters())[name], parameter, rtol=1e-3, atol=1e-5
