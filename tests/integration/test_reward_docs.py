@@ -28,6 +28,7 @@ PAGES = [
     "bring-your-environment.md",
     "write-an-environment.md",
     "write-a-task.md",
+    "write-a-plugin.md",
     "constraints.md",
     "flow.md",
     "python.md",
