@@ -9,11 +9,12 @@ IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_in
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real test lint types unit docs site clean
+.PHONY: help demo real gpu test lint types unit docs site clean
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
 	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, up to 90 minutes)"
+	@echo "make gpu    on a machine with a GPU: its tests and figures, safest first (PYTHON=python that has torch with CUDA)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
 	@echo "make docs   write the generated pages (configuration, plugins, commands) and docs/schema/ anew"
 	@echo "make site   build the pages of docs/ as a site in build/site"
@@ -24,6 +25,9 @@ demo: .venv/.installed-demo
 
 real: .venv/.installed-real
 	$(BIN)/python examples/smollm2/run.py $(REAL)
+
+gpu:
+	$(or $(PYTHON),python3) benchmarks/gpu_session.py $(GPU)
 
 test: lint types unit
 
