@@ -135,6 +135,7 @@ def payload(
         "tiles": _tiles(run, result, rows, alarms),
         "sections": list(_SECTIONS.items()),
         "charts": [*_held_out(run), *_charts(rows), *_limits(run)],
+        "gradients": _gradients(rows),
         "spans": _newest(spans),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100),
         "machine": read_machine(directory),
@@ -154,7 +155,7 @@ def _is_charted(key: str) -> bool:
     area, _, rest = key.partition("/")
     if area == "task":
         name = rest.partition("/")[2]
-        return name in _TASK_CHARTS or name.startswith("multiplier/")
+        return name in _TASK_CHARTS or name == "grad_norm" or name.startswith(("multiplier/", "cosine/"))
     return key in _RUN_CHARTS or (area == "time" and rest.removesuffix("_s") in _STAGE_TIMES)
 
 
@@ -272,6 +273,27 @@ def _curves(
         note += f"{'; ' if note else ''}each point is the mean of {stride} steps"
     chart = _chart(metric.replace("/", "-"), section, title, note, [block[-1] for block in blocks], lines)
     return {**chart, "chips": chips}
+
+
+def _gradients(rows: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Return mean norms of the tasks' gradients, and the mean of each cosine with its standard error."""
+    compared = [row for _, row in sorted(rows.items()) if any("/cosine/" in name for name in row)]
+    found: dict[str, list[float]] = {}
+    for row in compared:
+        for name, value in row.items():
+            found.setdefault(name, []).append(value)
+    norms = {
+        name.split("/")[1]: _rounded(statistics.fmean(values))
+        for name, values in found.items()
+        if name.startswith("task/") and name.endswith("/grad_norm")
+    }
+    cosines: dict[str, dict[str, list[float | None]]] = {task: {} for task in norms}
+    for name, values in found.items():
+        if name.startswith("task/") and "/cosine/" in name:
+            _, task, _, other = name.split("/", 3)
+            error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+            cosines.setdefault(task, {})[other] = [_rounded(statistics.fmean(values)), _rounded(error)]
+    return {"steps": len(compared), "norms": norms, "cosines": cosines}
 
 
 def _limits(run: RunRecord) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ function showRun(data) {
 function showOverview(data) {
   const { result } = data;
   const body = section("overview", "Overview");
-  refresh(body, [data.alarms, result.tasks, data.tiles, result.constraints], () => {
+  refresh(body, [data.alarms, result.tasks, data.tiles, result.constraints, data.gradients], () => {
     const verdicts = { better: "good", worse: "bad" };
     const rows = Object.entries(result.tasks).map(([task, row]) => [task, row.metric, row.before, row.after, row.delta,
       row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n,
@@ -52,9 +52,25 @@ function showOverview(data) {
       make("ul", { class: "plain scroll", tabindex: 0, "aria-label": "What went wrong" }, data.alarms.length ? data.alarms.map(told) : make("li", { class: "good" }, "No warning, alarm or rollback.")),
       make("p"),
       table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "metric", "first", "last", "difference", "interval", "n", "verdict"], rows),
+      data.gradients.steps ? gradients(data.gradients) : null,
       limits.length ? table("Limits of constraints at the last evaluation", ["constraint", "first rate", "rate", "upper bound", "limit", ""], limits) : null,
     ].filter(Boolean);
   });
+}
+
+/** Return the matrix of the tasks' gradients: mean cosines, coloured where they are clearly not 0. */
+function gradients({ steps, norms, cosines }) {
+  const tasks = Object.keys(norms);
+  const cell = (task, other) => {
+    const [cosine, error] = cosines[task]?.[other] || [null, null];
+    if (task === other || cosine === null) return "–";
+    const isClear = error !== null && steps >= 5 && Math.abs(cosine) > 2 * error;
+    const kind = !isClear ? "muted" : cosine > 0 ? "good" : "bad";
+    const title = !isClear ? "not clearly different from 0" : cosine > 0 ? "they agree" : "they conflict";
+    return make("span", { class: kind, title }, error === null ? digits(cosine) : `${digits(cosine)} ± ${digits(error)}`);
+  };
+  return table(`Tasks whose gradients agree (above 0) or conflict (below 0): mean cosine ± standard error over ${steps} steps`,
+    ["task", "norm", ...tasks], tasks.map(task => [task, norms[task], ...tasks.map(other => cell(task, other))]));
 }
 
 function showSection(body, id, specs, data) {

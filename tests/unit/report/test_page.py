@@ -70,6 +70,26 @@ def test_curves_of_many_steps_become_means_and_keep_the_last_step(tmp_path: Path
     assert charts["stages"]["lines"] == [{"name": "rollout", "y": [2.0]}]
 
 
+def test_gradients_are_a_matrix_of_mean_cosines_with_errors(tmp_path: Path) -> None:
+    def line(step: int, cosine: float) -> dict[str, Any]:
+        pair = {"task/a/cosine/b": cosine, "task/b/cosine/a": cosine}
+        return {
+            "step": step,
+            "task/a/grad_norm": 2.0,
+            "task/b/grad_norm": 4.0,
+            "macro/grad_norm": 3.0,
+            **pair,
+        }
+
+    metrics = [line(1, 0.2), {"step": 2, "task/a/reward_mean": 0.5}, line(3, 0.4)]
+    _, data = page_of(write_records(tmp_path, metrics=metrics))
+    assert data["gradients"] == {
+        "steps": 2,
+        "norms": {"a": 2.0, "b": 4.0},
+        "cosines": {"a": {"b": [0.3, 0.1]}, "b": {"a": [0.3, 0.1]}},
+    }
+
+
 def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -> None:
     numbers = {"limit": 0.2, "violation_rate": 0.1, "upper_bound": 0.4}
     metrics = {f"constraint/short/{name}": {"mean": value} for name, value in numbers.items()}
