@@ -75,15 +75,15 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
     return render_shell(run.name, "run.js", {**data, "samples": stored})
 
 
-def embedded(samples: Samples, most_bytes: int) -> dict[str, Any]:
+def embedded(samples: Samples, most_bytes: int, token_bytes: int = _TOKEN_BYTES) -> dict[str, Any]:
     """Return the newest samples whose texts and tokens (base64) have at most ``most_bytes``.
 
-    Texts of older samples go before tokens of newer ones, but for ``_TOKEN_BYTES``. Without samples in the
+    Texts of older samples go before tokens of newer ones, but for ``token_bytes``. Without samples in the
     page, ``left_out`` counts them.
     """
     kinds = (samples.texts, samples.tokens)
     texts, tokens = ([base64.b64encode(chunk).decode() for chunk in own.packed()] for own in kinds)
-    first = _newest_within(texts, most_bytes - min(_TOKEN_BYTES, sum(map(len, tokens))))
+    first = _newest_within(texts, most_bytes - min(token_bytes, sum(map(len, tokens))))
     left = most_bytes - sum(map(len, texts[first:]))
     first_tokens = max(first, _newest_within(tokens, left))
     columns = {name: values[first * CHUNK :] for name, values in samples.columns.items()}

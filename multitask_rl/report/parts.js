@@ -159,8 +159,9 @@ function smooth(values, weight) {
   return values.map(value => value === null ? null : (mean = mean === null ? value : weight * mean + (1 - weight) * value));
 }
 
-const view = { hidden: new Set(), smoothing: 0, events: [] };
-/* names switched off on all charts; weight of the mean; [{step, text, source, alarm}] marked on charts over steps */
+const view = { hidden: new Set(), smoothing: 0, events: [], steps: null };
+/* names switched off on all charts; weight of the mean; of charts over steps: [{step, text, source, alarm}] marked
+   on them, and [first, last] step shown unless a reader zooms (null: those of each chart) */
 
 /**
  * A chart: ``{id, title, x: [..], lines: [{name, y, low, high, dashed}], note, over, bars, chips}``.
@@ -200,7 +201,9 @@ class Chart {
 
   /** Show other numbers. */
   update(spec) {
-    const same = JSON.stringify([spec.x, spec.lines, spec.note]) === JSON.stringify([this.spec.x, this.spec.lines, this.spec.note]);
+    const now = JSON.stringify([spec.x, spec.lines, spec.note, view.steps, view.events.length]);
+    const same = now === this.shows;
+    this.shows = now;
     this.spec = spec;
     this.note.replaceChildren(spec.note || "");
     if (!same) { this.switches(); this.draw(); this.list(); }
@@ -245,23 +248,33 @@ class Chart {
         bands.push({ series: [series.length - 2, series.length - 1], fill: stroke + "22" });
       }
     }
+    const { min, max } = this.plot?.scales.x ?? {};
+    const zoom = Number.isFinite(min) && (min !== this.whole[0] || max !== this.whole[1]) ? { min, max } : null;
     this.plot?.destroy();
     const axis = { stroke: css("--muted"), font: "11px system-ui", grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     this.plot = new uPlot({
       width: Math.floor(this.plotted.clientWidth) || 380, height: 190, padding: [8, 10, 0, 0],
       legend: { show: false }, series, bands,
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, ...(over === "step" ? { sync: { key: "step" } } : {}) },
-      scales: { x: { time: false }, y: { range: (_, low, high) => this.range(low, high) } },
+      scales: { x: { time: false, range: (_, first, last) => this.steps(first, last) }, y: { range: (_, low, high) => this.range(low, high) } },
       axes: [{ ...axis, size: 24, gap: 4, values: (_, ticks) => ticks.map(digits) }, { ...axis, size: 46, gap: 4, values: (_, ticks) => ticks.map(digits) }],
       hooks: { draw: [plot => this.mark(plot)], setCursor: [plot => this.tell(plot)] },
     }, data, this.plotted);
+    this.whole = this.steps(x[0], x.at(-1));
+    if (zoom) this.plot.setScale("x", zoom);
     this.plot.over.addEventListener("mouseleave", () => { this.tip.hidden = true; });
+  }
+
+  steps(first, last) {
+    const { x, over = "step" } = this.spec, isWhole = first === x[0] && last === x.at(-1);
+    if (over === "step" && view.steps && isWhole) return view.steps;
+    return first === last ? [first - 1, last + 1] : [first, last];
   }
 
   range(low, high) {
     if (low === null) return [0, 1];
     const least = Math.max(1e-6, 0.02 * Math.max(Math.abs(low), Math.abs(high)));
-    if (high - low < least) return low === 0 ? [0, 1] : [(low + high) / 2 - least, (low + high) / 2 + least];
+    if (high - low < least) return low === 0 ? [-0.03, 1] : [(low + high) / 2 - least, (low + high) / 2 + least];
     return [low >= 0 && low < 0.4 * high ? 0 : low - 0.05 * (high - low), high + 0.05 * (high - low)];
   }
 

@@ -1,7 +1,8 @@
 // The page of one run: what went wrong, tasks, charts, times, samples, decisions, setup.
 
+const what = event => `${event.source === event.kind ? "" : `${event.source} `}${event.kind}${event.task ? ` · ${event.task}` : ""}`;
 const told = event => make("li", { class: "told" }, make("span", { class: "muted" }, `step ${event.step}`),
-  make("span", { class: alarming.has(event.kind) ? "bad" : "" }, `${event.source} ${event.kind}${event.task ? ` · ${event.task}` : ""}`),
+  make("span", { class: alarming.has(event.kind) ? "bad" : "" }, what(event)),
   make("span", {}, ...shown(event.reason)));
 let alarming = new Set();
 
@@ -12,9 +13,11 @@ function showRun(data) {
   get("subtitle").textContent = data.subtitle;
   view.events = result.events.map(event => ({
     step: event.step, source: event.source, alarm: alarming.has(event.kind),
-    text: `step ${event.step}, ${event.source} ${event.kind}${event.task ? ` [${event.task}]` : ""}: ${event.reason}`,
+    text: `step ${event.step}, ${what(event)}: ${event.reason}`,
   }));
   data.tasks.forEach(reserve);
+  const ends = data.charts.flatMap(chart => [chart.x[0], chart.x.at(-1)]);
+  view.steps = Math.min(...ends) < Math.max(...ends) ? [Math.min(...ends), Math.max(...ends)] : null;
   showOverview(data);
   for (const [id, title] of data.sections) {
     const own = data.charts.filter(chart => chart.section === id);

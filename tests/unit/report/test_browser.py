@@ -186,7 +186,7 @@ def test_curves_show_numbers_and_decisions_under_the_pointer_and_by_keys(
     tip = see("#chart-reward_mean .tip")
     assert "step 20" in tip.text
     assert "sums" in tip.text
-    assert "guard alarm [sums]: it fell" in tip.text
+    assert "guard alarm · sums: it fell" in tip.text
     see("#chart-reward_mean .plot").send_keys(Keys.END, Keys.ARROW_LEFT)
     until(browser, "document.querySelector('#chart-reward_mean .tip strong').textContent", "step 39")
     see("#chart-held-out .quiet").send_keys(Keys.ENTER)

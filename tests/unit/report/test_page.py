@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import random
 import re
 import zlib
 from pathlib import Path
@@ -162,15 +161,16 @@ def test_of_too_many_samples_the_page_has_the_newest_and_tokens_of_fewer() -> No
 
 
 def test_older_samples_have_texts_without_tokens() -> None:
-    chance = random.Random(1)
     samples = Samples()
     for step in range(4 * CHUNK):
-        logprobs = [chance.random() for _ in range(200)]
-        samples.add(sample(step, tokens={"texts": ["2"] * 200, "logprobs": logprobs, "advantages": None}))
-    most = 1_000_000 + sum(len(base64.b64encode(chunk)) for chunk in samples.texts.packed())
-    page = embedded(samples, most)
+        samples.add(sample(step, tokens={"texts": ["2"], "logprobs": [-0.5], "advantages": step}))
+    texts, tokens = (
+        [len(base64.b64encode(chunk)) for chunk in kind.packed()] for kind in (samples.texts, samples.tokens)
+    )
+    most = sum(texts) + sum(tokens[2:])
+    page = embedded(samples, most, token_bytes=0)
     assert page["left_out"] == 0
-    assert [chunk is None for chunk in page["tokens"]] == [True, True, True, False]
+    assert [chunk is None for chunk in page["tokens"]] == [True, True, False, False]
 
 
 def test_a_text_without_end_is_cut_and_says_so() -> None:
