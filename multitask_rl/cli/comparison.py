@@ -21,6 +21,7 @@ from multitask_rl.cli.tables import (
     IGNORED,
     Pair,
     add_common,
+    add_page,
     difference_rows,
     number,
     open_run,
@@ -28,13 +29,15 @@ from multitask_rl.cli.tables import (
     share_prompts,
     task_table,
     write,
+    write_page,
 )
 from multitask_rl.config.run import dotted
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
+from multitask_rl.report.comparison_page import render_comparison_page
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord
-from multitask_rl.tracking.spending import COSTS, read_spending
+from multitask_rl.tracking.spending import COSTS, Spending, read_spending
 
 _MOST_KEYS = 3
 """Keys of configuration with a column each in the table of arms."""
@@ -70,11 +73,14 @@ def main_compare(argv: Sequence[str]) -> int:
         metavar="KEY",
         help="configuration that makes no arm, such as 'tasks.*.dataset'; may be repeated",
     )
+    add_page(parser)
     parser.add_argument(
         "--each-run", action="store_true", help="each run is an arm, also those of other seeds"
     )
     add_common(parser)
     options = parser.parse_args(argv)
+    if options.open and options.html is None:
+        parser.error("--open shows the page that --html FILE writes")
     with contextlib.ExitStack() as stack:
         runs, left_out = _read_all(options.runs, options.tracking_uri, stack)
         arms = group_runs(runs, left_out, each_run=options.each_run, ignore=options.ignore)
@@ -84,8 +90,15 @@ def main_compare(argv: Sequence[str]) -> int:
                 f"compare needs two runs, and there is one: {arms[0].runs[0].name}{reasons}; "
                 "`multitask-rl report RUN` shows one"
             )
-        result = compare(arms, options.step) | costs(arms, options.step, options.level)
-    result["left_out"] = left_out
+        spendings = [
+            [read_spending(run.directory / "metrics.jsonl", arm.tasks) for run in arm.runs] for arm in arms
+        ]
+        result = compare(arms, options.step)
+        result |= costs(arms, spendings, options.step, options.level)
+        result["left_out"] = left_out
+        if options.html:
+            runs_of_arms = [arm.runs for arm in arms]
+            write_page(options, render_comparison_page(result, runs_of_arms, spendings, options.level))
     write(result, options.json, lambda: render_result(result))
     return 0
 
@@ -251,20 +264,21 @@ def _name(arms: Sequence[Arm]) -> None:
     short = {key: key.rpartition(".")[2] for key in keys}
     short = {key: name if list(short.values()).count(name) == 1 else key for key, name in short.items()}
     places = [_common_place([run.name for run in arm.runs]) for arm in arms]
-    for arm, place in zip(arms, places, strict=True):
-        said = ", ".join(f"{short[key]}={_plain(arm.settings.get(key))}" for key in keys)
+    said = [", ".join(f"{short[key]}={_plain(arm.settings.get(key))}" for key in keys) for arm in arms]
+
+    def is_own(arm: Arm, place: str) -> bool:
         others = [run.name for other in arms if other is not arm for run in other.runs]
-        is_own = bool(place) and not any(Path(name).is_relative_to(place) for name in others)
-        is_number = Path(arm.runs[0].name).name.isdigit()  # in the directory of a sweep
-        if is_own and (len(arm.runs) > 1 or not is_number):
-            arm.name = place
-        elif said and len(said) <= _MOST_NAME:
-            arm.name = said
-        else:
-            arm.name = arm.runs[0].name
-    for arm in arms:
-        if sum(other.name == arm.name for other in arms) > 1:
-            arm.name = arm.runs[0].name
+        is_number = len(arm.runs) == 1 and Path(place).name.isdigit()  # in the directory of a sweep
+        return bool(place) and not is_number and not any(Path(name).is_relative_to(place) for name in others)
+
+    if all(map(is_own, arms, places)):
+        names = places
+    elif keys and max(map(len, said)) <= _MOST_NAME:
+        names = said
+    else:
+        names = [arm.runs[0].name for arm in arms]
+    for arm, name in zip(arms, names, strict=True):
+        arm.name = name if names.count(name) == 1 else arm.runs[0].name
 
 
 def _common_place(names: Sequence[str]) -> str:
@@ -337,7 +351,12 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
     }
 
 
-def costs(arms: Sequence[Arm], step: int | None = None, level: float | None = None) -> dict[str, Any]:
+def costs(
+    arms: Sequence[Arm],
+    spendings: Sequence[Sequence[Spending]],
+    step: int | None = None,
+    level: float | None = None,
+) -> dict[str, Any]:
     """Return what the arms have spent, and what each has spent until it reached a level.
 
     Without ``level`` it is the mean of the first arm at ``step`` (None = its last), per task. A run reaches
@@ -350,20 +369,19 @@ def costs(arms: Sequence[Arm], step: int | None = None, level: float | None = No
     spent: list[dict[str, float]] = []
     reached: list[dict[str, Any]] = []
     notes: list[str] = []
-    for arm in arms:
-        spendings = [read_spending(run.directory / "metrics.jsonl", arm.tasks) for run in arm.runs]
-        spent.append(_mean_costs([own.total for own in spendings]))
+    for arm, of_runs in zip(arms, spendings, strict=True):
+        spent.append(_mean_costs([spending.total for spending in of_runs]))
         reached.append({})
         for task, goal in levels.items():
             found = [
-                (next((own.at(e.step) for e in run.evaluations[task] if _is_as_good(e, goal)), None))
-                for run, own in zip(arm.runs, spendings, strict=True)
+                next((spending.at(e.step) for e in run.evaluations[task] if _is_as_good(e, goal)), None)
+                for run, spending in zip(arm.runs, of_runs, strict=True)
                 if task in run.evaluations
             ]
             there = [own for own in found if own is not None]
             reached[-1][task] = {"reached": len(there), "runs": len(found), **_mean_costs(there)}
-        for run, own in zip(arm.runs, spendings, strict=True):
-            planned, made = run.config.get("max_steps"), own.total["steps"]
+        for run, spending in zip(arm.runs, of_runs, strict=True):
+            planned, made = run.config.get("max_steps"), spending.total["steps"]
             if isinstance(planned, int) and made < planned:
                 notes.append(f"{run.name} has made {made:.0f} of {planned} steps")
     return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
@@ -465,7 +483,7 @@ def render_result(result: Mapping[str, Any]) -> str:
         parts.append(
             f"verdicts against {arms[0]['name']}: at 5 % over all {result['num_verdicts']} together (Holm)"
         )
-        parts.append("differences with intervals: --json")
+        parts.append("differences with intervals: --html FILE, --json")
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [

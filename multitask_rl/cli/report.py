@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
-import webbrowser
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from multitask_rl.boundary.printable import one_line
 from multitask_rl.cli.tables import (
     Pair,
     add_common,
+    add_page,
     difference_rows,
     number,
     open_run,
@@ -22,8 +22,8 @@ from multitask_rl.cli.tables import (
     share_prompts,
     task_table,
     write,
+    write_page,
 )
-from multitask_rl.errors import path_errors
 from multitask_rl.report.page import render_page
 from multitask_rl.tracking.reading import RunRecord
 
@@ -44,8 +44,7 @@ def main_report(argv: Sequence[str]) -> int:
         "changed in B.",
     )
     parser.add_argument("run", metavar="RUN", nargs="+", help="output directory or mlflow:<run id>")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that works offline")
-    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    add_page(parser)
     add_common(parser)
     options = parser.parse_args(argv)
     if options.open and options.html is None:
@@ -61,11 +60,7 @@ def main_report(argv: Sequence[str]) -> int:
     with open_run(options.run[0], options.tracking_uri) as run:
         result = summarise_run(run)
         if options.html:
-            page = render_page(run, result, Path(options.run[0]))
-            with path_errors("the page", options.html, "a file that can be written"):
-                options.html.write_text(page, encoding="utf-8")
-            if options.open:
-                webbrowser.open(options.html.resolve().as_uri())
+            write_page(options, render_page(run, result, Path(options.run[0])))
     write(result, options.json, lambda: _render_report(result))
     return 0
 

@@ -12,6 +12,7 @@ import contextlib
 import math
 import sys
 import tempfile
+import webbrowser
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from multitask_rl.boundary.printable import printable
 from multitask_rl.cli import aligned
 from multitask_rl.config.run import dotted
+from multitask_rl.errors import path_errors
 from multitask_rl.records import Direction
 from multitask_rl.statistics.intervals import Difference, holm
 from multitask_rl.statistics.seeds import compare_arms
@@ -56,6 +58,20 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """Add the options of commands that read runs."""
     parser.add_argument("--tracking-uri", default="", help="MLflow server, for runs given as mlflow:<run id>")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_page(parser: argparse.ArgumentParser) -> None:
+    """Add the options of commands that write a page."""
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that works offline")
+    parser.add_argument("--open", action="store_true", help="show the page in the browser")
+
+
+def write_page(options: argparse.Namespace, page: str) -> None:
+    """Write the page to ``--html`` and show it if ``--open`` says so; ConfigError if it cannot be written."""
+    with path_errors("the page", options.html, "a file that can be written"):
+        options.html.write_text(page, encoding="utf-8")
+    if options.open:
+        webbrowser.open(options.html.resolve().as_uri())
 
 
 def write(result: object, as_json: bool, render: Callable[[], str]) -> None:

@@ -14,7 +14,7 @@ function showCompare(data) {
   showArms(section("arms", "Arms"), data);
   showDifferences(section("differences", "Differences"), data);
   showCurves(section("held-out", "Held out"), data);
-  if (data.rewards.length) showSection(section("training", "Training"), "training", data.rewards, data.arms.map(arm => arm.name), "mean reward of the training prompts");
+  if (data.rewards.length) showSection(section("training", "Training"), "training", data.rewards, data.arms.map(arm => arm.name), "bands: lowest and highest of the runs of an arm");
   performance.mark("curves");
   if (data.tasks.length > 1 && data.arms.length > 1) showTasks(section("tasks", "Task against task"), data);
   showCosts(section("costs", "Costs"), data);
@@ -63,7 +63,7 @@ function showArms(body, data) {
   body.append(
     make("dl", { class: "tiles" }, data.tiles.map(([name, value, more]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, digits(value), more ? make("small", {}, more) : null)))),
-    data.notes.length ? make("ul", { class: "plain scroll card", tabindex: 0, "aria-label": "To know" }, data.notes.map(note => make("li", { class: "warn" }, ...shown(note)))) : "",
+    data.notes.length ? make("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "To know" }, make("ul", { class: "plain" }, data.notes.map(note => make("li", { class: "warn" }, ...shown(note))))) : "",
     make("p"),
     sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => key.split(".").at(-1)), "runs", ...data.tasks], rows),
     arms.length > 1 ? make("p", { class: "small muted" }, `▲ better, ▼ worse than ${arms[0].name}: at 5 % over all ${result.num_verdicts} verdicts of this page together (Holm)`)
@@ -87,16 +87,15 @@ function showDifferences(body, data) {
   const draw = () => {
     const one = all[pick.value], rows = Object.entries(one.tasks);
     const most = Math.max(1e-9, ...rows.flatMap(([, row]) => [row.low, row.high, row.delta].filter(value => value !== null).map(Math.abs)));
-    const over = row => row.seeds[0] > 1 && row.seeds[1] > 1 ? "seeds and prompts" : "prompts";
     const paired = row => [["prompts", row.paired], ["seeds", row.paired_seeds]].filter(([, is]) => is).map(([name]) => name).join(", ") || "no";
     box.replaceChildren(
       table(`${one.other} against ${one.base}: 95 % interval of the difference`,
-        ["task", "metric", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "runs", "prompts", "paired by", "interval over", "verdict"],
-        rows.map(([task, row]) => [task, row.metric, row.before, row.after, row.delta, ends(row), bar(row, most), row.seeds.join(" + "), row.n, paired(row), over(row),
-          make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict)])),
+        ["task", "metric", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "verdict", "runs", "prompts", "paired by"],
+        rows.map(([task, row]) => [task, row.metric, row.before, row.after, row.delta, ends(row), bar(row, most),
+          make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict), row.seeds.join(" + "), row.n, paired(row)])),
       make("ul", { class: "plain small" }, rows.filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
       one.only_in_one.length ? make("p", { class: "small" }, `Tasks in only one of them: ${one.only_in_one.join(", ")}`) : "",
-      make("p", { class: "small muted" }, "Each interval stands alone. Verdicts are read together, so p-values are corrected for all of this page (Holm)."));
+      make("p", { class: "small muted" }, "Where both arms have several runs, the interval is that of other seeds and other prompts, else that of other prompts. Each stands alone. Verdicts are read together: p-values are corrected for all of this page (Holm)."));
   };
   body.append(make("p", { hidden: all.length < 2 }, make("label", { for: "other", class: "muted" }, `against ${all[0].base}: `), pick), box);
   bind("n", "next arm in the differences", () => { pick.value = (Number(pick.value) + 1) % all.length; draw(); get("differences").scrollIntoView(); });
@@ -104,7 +103,7 @@ function showDifferences(body, data) {
 }
 
 function showCurves(body, data) {
-  const units = ["steps", ...["samples", "tokens", "seconds"].filter(unit => data.arms.some((_, i) => data.curves.some(curve => curve.arms[i] && curve.arms[i].spent[unit].some(value => value !== null))))];
+  const units = ["steps", ...["samples", "tokens", "seconds"].filter(unit => data.arms.some((_, i) => data.curves.some(curve => curve.arms[i] && curve.arms[i].spent[unit].every(value => value !== null))))];
   const pick = make("select", { id: "unit", change: () => draw() }, units.map(unit => make("option", {}, unit)));
   const charts = make("div");
   const draw = () => showSection(charts, "held-out", data.curves.map((curve, number) => {
@@ -117,7 +116,7 @@ function showCurves(body, data) {
       const spread = values => x.map(value => place.has(value) ? values[place.get(value)] : null);
       lines.push({ name, y: spread(arm.y), ...(arm.low.some(value => value !== null) && own.length < 9 ? { low: spread(arm.low), high: spread(arm.high) } : {}) });
     }
-    return { id: `held-out-${number}`, title: curve.task, note: `${curve.metric}, 95 % intervals${own.length < own.length ? "" : ""}`, over: unit === "steps" ? "step" : unit, x, lines };
+    return { id: `held-out-${number}`, title: curve.task, note: `${curve.metric}${own.length < 9 ? ", 95 % intervals" : ""}`, over: unit === "steps" ? "step" : unit, x, lines };
   }), data.arms.map(arm => arm.name), "");
   body.append(make("p", {}, make("label", { for: "unit", class: "muted" }, "over "), pick), charts);
   bind("u", "held-out curves over steps, samples, tokens, seconds", () => { pick.selectedIndex = (pick.selectedIndex + 1) % units.length; draw(); });
@@ -141,16 +140,18 @@ function showTasks(body, data) {
   const draw = () => {
     const [x, y] = [data.tasks[across.value], data.tasks[up.value]];
     const own = data.arms.map(arm => ({ name: arm.name, x: arm.tasks[x], y: arm.tasks[y] })).filter(one => one.x && one.y && one.x.mean !== null && one.y.mean !== null);
-    const width = 640, height = 380, pad = 52;
+    const width = 640, height = 380, pad = 64;
     const range = side => {
-      const values = own.flatMap(one => [one[side].low ?? one[side].mean, one[side].high ?? one[side].mean]);
-      const [low, high] = [Math.min(...values), Math.max(...values)], room = 0.06 * (high - low) || 0.05;
-      return [low - room, high + room];
+      const means = own.map(one => one[side].mean), low = Math.min(...means), high = Math.max(...means);
+      const widest = Math.max(0, ...own.map(one => one[side].low === null ? 0 : one[side].high - one[side].mean));
+      const room = Math.min(1.1 * widest, 0.6 * (high - low)) || widest || 0.05; // a wide interval is cut at the frame
+      return [low - Math.max(room, 0.08 * (high - low)), high + Math.max(room, 0.08 * (high - low))];
     };
     if (!own.length) { plot.replaceChildren(make("p", { class: "muted" }, "No arm has both tasks.")); return; }
     const [xs, ys] = [range("x"), range("y")];
-    const px = value => pad + (width - pad - 12) * (value - xs[0]) / (xs[1] - xs[0]);
-    const py = value => height - pad + 10 - (height - pad - 2) * (value - ys[0]) / (ys[1] - ys[0]);
+    const inside = value => Math.max(0, Math.min(1, value));
+    const px = value => pad + (width - pad - 12) * inside((value - xs[0]) / (xs[1] - xs[0]));
+    const py = value => height - pad + 10 - (height - pad - 2) * inside((value - ys[0]) / (ys[1] - ys[0]));
     const ticks = ([low, high]) => [0, 1, 2, 3, 4].map(i => low + (high - low) * (0.1 + 0.2 * i));
     const axes = [
       ...ticks(xs).flatMap(value => [svg("line", { x1: px(value), x2: px(value), y1: 12, y2: height - pad + 10, class: "grid" }), svg("text", { x: px(value), y: height - pad + 26, "text-anchor": "middle" }, digits(+value.toPrecision(3)))]),
@@ -159,7 +160,7 @@ function showTasks(body, data) {
     ];
     const best = (one, other, side) => data.lower.includes(side === "x" ? x : y) ? one[side].mean <= other[side].mean : one[side].mean >= other[side].mean;
     const isBeaten = one => own.some(other => other !== one && best(other, one, "x") && best(other, one, "y") && !(best(one, other, "x") && best(one, other, "y")));
-    const points = own.map(one => {
+    const points = own.map((one, i) => {
       const colour = `var(--c${tone(one.name) % 10})`, beaten = isBeaten(one);
       const text = `${one.name}: ${x} ${digits(one.x.mean)} ${ends(one.x)}, ${y} ${digits(one.y.mean)} ${ends(one.y)}${beaten ? "; dominated" : "; not dominated"}`;
       const arms = own.length < 13 ? [
@@ -167,7 +168,7 @@ function showTasks(body, data) {
         one.y.low === null ? "" : svg("line", { x1: px(one.x.mean), x2: px(one.x.mean), y1: py(one.y.low), y2: py(one.y.high), stroke: colour, "stroke-opacity": 0.45 })] : [];
       return svg("g", { tabindex: 0, role: "img", "aria-label": text }, svg("title", {}, text), ...arms,
         svg("circle", { cx: px(one.x.mean), cy: py(one.y.mean), r: 6, fill: beaten ? "var(--surface)" : colour, stroke: colour, "stroke-width": 2 }),
-        own.length < 9 ? svg("text", { x: px(one.x.mean) + (px(one.x.mean) > width * 0.7 ? -10 : 10), y: py(one.y.mean) - 9, "text-anchor": px(one.x.mean) > width * 0.7 ? "end" : "start", class: "label" }, one.name.length > 34 ? `…${one.name.slice(-33)}` : one.name) : "");
+        own.length < 9 ? svg("text", { x: px(one.x.mean) + (px(one.x.mean) > width * 0.7 ? -10 : 10), y: py(one.y.mean) + (i % 2 ? 18 : -10), "text-anchor": px(one.x.mean) > width * 0.7 ? "end" : "start", class: "label" }, one.name.length > 34 ? `…${one.name.slice(-33)}` : one.name) : "");
     });
     plot.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "scatter", role: "group", "aria-label": `${y} against ${x}` }, ...axes, ...points),
       make("p", { class: "small muted" }, "filled: no other arm is as good or better in both tasks (Pareto); lines: 95 % intervals of the means"));
@@ -254,7 +255,7 @@ const prompts = {
       one.reference ? make("details", {}, make("summary", {}, "Reference"), block(one.reference, "Reference")) : "", make("p"),
       make("div", { class: "siblings", tabindex: 0, role: "region", "aria-label": "Answers of the arms" }, one.answers.map((own, arm) => own.length ? make("article", {},
         make("h3", {}, named(this.arms[arm].name)),
-        own.map(answer => [make("h4", {}, `step ${answer.step}, seed ${answer.seed ?? "–"}, reward ${digits(answer.reward)} `,
+        own.flatMap(answer => [make("h4", {}, `step ${answer.step}, seed ${answer.seed ?? "–"}, reward ${digits(answer.reward)} `,
           ...answer.marks.map(text => make("span", { class: "tag warn" }, text))), block(answer.response, "Response")])) : "").filter(Boolean)));
   },
 };

@@ -361,6 +361,24 @@ function showCharts(parent, specs) {
   }
 }
 
+/** Show charts with a common smoothing and a switch per name; ``hint`` says what their marks mean. */
+function showSection(body, id, specs, names, hint) {
+  if (!body.charts) {
+    const smoothing = make("select", { id: `smooth-${id}`, "aria-label": "Smoothing", change: () => {
+      view.smoothing = Number(smoothing.value);
+      for (const other of document.querySelectorAll("select[id^=smooth-]")) other.value = smoothing.value;
+      for (const chart of charts) chart.draw();
+    } }, [["0", "off"], ["0.6", "light"], ["0.9", "strong"]].map(([value, text]) => make("option", { value }, text)));
+    smoothing.value = String(view.smoothing);
+    body.names = make("div", { class: "chips", role: "group", "aria-label": "Lines shown" });
+    body.charts = make("div", { class: "charts" });
+    body.append(make("div", { class: "chips" }, make("label", { class: "small muted", for: `smooth-${id}` }, "smoothing"), smoothing,
+      make("span", { class: "small muted" }, `${hint}${hint ? " · " : ""}drag to zoom, double-click to zoom out`)), body.names, body.charts);
+  }
+  refresh(body.names, names, () => names.length > 1 ? names.map(name => chip(name)) : []);
+  showCharts(body.charts, specs);
+}
+
 // ---- a page, and one that goes on while the run does ------------------------------------------------------
 
 /** Show the data in the page or, served by ``watch``, what the server has, again and again. */

@@ -21,7 +21,7 @@ function showRun(data) {
   showOverview(data);
   for (const [id, title] of data.sections) {
     const own = data.charts.filter(chart => chart.section === id);
-    if (own.length) showSection(section(id, title), id, own, data);
+    if (own.length) showSection(section(id, title), id, own, data.tasks, "dashed red: warning or alarm · tick: decision");
   }
   performance.mark("curves");
   if (data.spans.length) showTimes(section("time", "Time"), data);
@@ -74,23 +74,6 @@ function gradients({ steps, norms, cosines }) {
   };
   return table(`Tasks whose gradients agree (above 0) or conflict (below 0): mean cosine ± standard error over ${steps} steps`,
     ["task", "norm", ...tasks], tasks.map(task => [task, norms[task], ...tasks.map(other => cell(task, other))]));
-}
-
-function showSection(body, id, specs, data) {
-  if (!body.charts) {
-    const smoothing = make("select", { id: `smooth-${id}`, "aria-label": "Smoothing", change: () => {
-      view.smoothing = Number(smoothing.value);
-      for (const other of document.querySelectorAll("select[id^=smooth-]")) other.value = smoothing.value;
-      for (const chart of charts) chart.draw();
-    } }, [["0", "off"], ["0.6", "light"], ["0.9", "strong"]].map(([value, text]) => make("option", { value }, text)));
-    smoothing.value = String(view.smoothing);
-    body.names = make("div", { class: "chips", role: "group", "aria-label": "Tasks shown" });
-    body.charts = make("div", { class: "charts" });
-    body.append(make("div", { class: "chips" }, make("label", { class: "small muted", for: `smooth-${id}` }, "smoothing"), smoothing,
-      make("span", { class: "small muted" }, "dashed red: warning or alarm · tick: decision · drag to zoom, double-click to zoom out")), body.names, body.charts);
-  }
-  refresh(body.names, data.tasks, () => data.tasks.length > 1 ? data.tasks.map(task => chip(task)) : []);
-  showCharts(body.charts, specs);
 }
 
 function showTimes(body, data) {

@@ -67,10 +67,10 @@ class Samples:
         }
         text = {key: line[key] for key in _TEXTS if key in line}
         for key in ("prompt", "response"):
-            text[key] = _clipped(str(line[key]), _MOST_CHARACTERS)
+            text[key] = clipped(str(line[key]), _MOST_CHARACTERS)
         given = {k: v for k, v in (line.get("row") or {}).items() if k != "prompt"}
         text["row"] = {
-            key: value if isinstance(value, int | float) else _clipped(_text(value), _MOST_OF_A_COLUMN)
+            key: value if isinstance(value, int | float) else clipped(_text(value), _MOST_OF_A_COLUMN)
             for key, value in given.items()
             if value is not None
         }
@@ -112,6 +112,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _clipped(text: str, most: int) -> str:
+def clipped(text: str, most: int) -> str:
+    """Return the first ``most`` characters, and how many more there are."""
     left = len(text) - most
     return text if left <= 0 else f"{text[:most]} ... ({left:,} characters more are in rollouts.jsonl)"

@@ -28,7 +28,10 @@ class Spread:
     seeds: float
     seeds_degrees: float
     prompts: float
+    """At least 0."""
     prompts_degrees: float
+    total: float
+    """Variance of the mean: the sum of both but for a ``prompts`` that is negative by chance."""
 
     def half_width(self, level: float = _LEVEL) -> float:
         """Return half of the interval that covers ``1 - level``.
@@ -37,7 +40,7 @@ class Spread:
         mean of both, weighted by the variances to the power of 4/3.
 
         Source: Cochran and Cox, "Experimental Designs", 1957, 4.14, with the power of 1. With two seeds that
-        covers up to 97.8 %, the power of 4/3 between 93 and 97 % (``docs/simulate_compare.py``).
+        covers up to 98 %, the power of 4/3 covers 93 to 97 % (``docs/simulate_compare.py``).
         """
         one, other = float(self.seeds**_SHARPNESS), float(self.prompts**_SHARPNESS)
         of_seeds, of_prompts = (
@@ -45,7 +48,7 @@ class Spread:
             for degrees, weight in ((self.seeds_degrees, one), (self.prompts_degrees, other))
         )
         quantile = (one * of_seeds + other * of_prompts) / (one + other)
-        return quantile * math.sqrt(self.seeds + self.prompts)
+        return quantile * math.sqrt(self.total)
 
     def p_value(self, delta: float) -> float:
         """Return the level whose interval around ``delta`` ends at 0."""
@@ -64,7 +67,7 @@ def spread_of(layers: Sequence[Values], profile: Sequence[Values]) -> Spread:
     - ``V_seeds``: variance of the means of the runs / their number, summed over layers.
     - ``V_prompts``: variance of the values of ``profile``, per prompt, / their number, summed.
     - ``V_noise``: mean square of what neither seed nor prompt explains / number of values. Both of the others
-      hold it. ``V_prompts - V_noise`` is at least 0.
+      hold it. By chance ``V_prompts - V_noise`` may be negative: ``V`` is at least half of ``V_seeds``.
 
     Source: Cameron, Gelbach and Miller, "Robust inference with multiway clustering", J. Bus. Econ. Stat. 29,
     2011, eq. 2.8; for balanced tables the two-way analysis of variance with random effects. Degrees of sums:
@@ -76,11 +79,14 @@ def spread_of(layers: Sequence[Values], profile: Sequence[Values]) -> Spread:
         rest = layer - layer.mean(1, keepdims=True) - layer.mean(0) + layer.mean()
         noise += float((rest**2).sum()) / ((len(layer) - 1) * (layer.shape[1] - 1)) / layer.size
     prompts = [(float(np.var(own, ddof=1)) / len(own), len(own) - 1) for own in profile]
+    of_seeds = sum(variance for variance, _ in seeds)
+    of_prompts = sum(variance for variance, _ in prompts) - noise
     return Spread(
-        seeds=sum(variance for variance, _ in seeds),
+        seeds=of_seeds,
         seeds_degrees=_degrees(seeds),
-        prompts=max(0.0, sum(variance for variance, _ in prompts) - noise),
+        prompts=max(0.0, of_prompts),
         prompts_degrees=_degrees(prompts),
+        total=max(of_seeds / 2, of_seeds + of_prompts),
     )
 
 
@@ -137,7 +143,7 @@ def compare_arms(
     per_prompt = [own.mean(0) for own in (first, second)]
     profile = [per_prompt[1] - per_prompt[0]] if paired else per_prompt
     found = spread_of(layers, profile)
-    if is_noise(math.sqrt(found.seeds + found.prompts), [*per_prompt[0], *per_prompt[1]]):
+    if is_noise(math.sqrt(found.total), [*per_prompt[0], *per_prompt[1]]):
         return compare_means(*(own.tolist() for own in per_prompt), paired=paired)
     start, end = float(first.mean()), float(second.mean())
     half = found.half_width()
@@ -162,7 +168,13 @@ def mean_of_arm(values: Sequence[Sequence[float]], *, crossed: bool = True) -> t
     if len(values) > 1 and not crossed:
         runs = np.array([float(np.nanmean(_array(run))) for run in values])
         parts = [(float(np.var(runs, ddof=1)) / len(runs), len(runs) - 1)]
-        spread = Spread(seeds=parts[0][0], seeds_degrees=_degrees(parts), prompts=0.0, prompts_degrees=1.0)
+        spread = Spread(
+            seeds=parts[0][0],
+            seeds_degrees=_degrees(parts),
+            prompts=0.0,
+            prompts_degrees=1.0,
+            total=parts[0][0],
+        )
         mean = float(runs.mean())
     else:
         table = np.array([_array(run) for run in values])
@@ -176,8 +188,8 @@ def mean_of_arm(values: Sequence[Sequence[float]], *, crossed: bool = True) -> t
             spread = spread_of([table], [per_prompt])
         else:
             error, degrees = float(np.var(per_prompt, ddof=1)) / len(per_prompt), len(per_prompt) - 1
-            spread = Spread(seeds=0.0, seeds_degrees=1.0, prompts=error, prompts_degrees=degrees)
-    half = spread.half_width() if spread.seeds + spread.prompts > 0 else math.nan
+            spread = Spread(seeds=0.0, seeds_degrees=1.0, prompts=error, prompts_degrees=degrees, total=error)
+    half = spread.half_width() if spread.total > 0 else math.nan
     return mean, mean - half, mean + half
 
 

@@ -213,6 +213,49 @@ def test_texts_of_a_model_stay_texts(browser: Any, see: Any, tmp_path: Path) -> 
     )
 
 
+def test_a_reader_walks_through_compared_runs(browser: Any, see: Any, tmp_path: Path) -> None:
+    runs = []
+    for number, setting in enumerate("aabc"):
+        runs.append(tmp_path / str(number))
+        runs[-1].mkdir()
+        records(runs[-1])
+        (runs[-1] / "config.yaml").write_text(f"seed: {number}\nsetting: {setting}\n")
+        shift = 0.1 * "abc".index(setting)
+        scores = [
+            {
+                **SCORE,
+                "task": task,
+                "step": step,
+                "prompts": "p",
+                "values": [shift + i / 20 for i in range(12)],
+            }
+            for step in (0, 20, 40)
+            for task in ("sums", "words")
+        ]
+        write_records(runs[-1], evaluations=scores)
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, runs), "--html", str(page)]) == 0
+    browser.get(page.as_uri())
+    assert "2 (seeds 0, 1)" in see("#arms tbody").text
+    see("#arms thead th:last-child button").send_keys(Keys.ENTER, Keys.ENTER)
+    until(browser, "document.querySelector('#arms tbody th').textContent", "setting=c")
+    body = browser.find_element(By.TAG_NAME, "body")
+    body.send_keys("n")
+    until(browser, "document.querySelector('#differences caption').textContent.startsWith('setting=c')", True)
+    assert "better" in see("#differences tbody").text
+    see("#held-out .plot").send_keys(Keys.END)
+    assert "setting=b" in see("#held-out .tip").text
+    body.send_keys("u")
+    until(browser, "document.getElementById('unit').value", "seconds")
+    assert "; dominated" in see(".scatter g").get_attribute("aria-label")
+    body.send_keys("/", "right or 1", Keys.ESCAPE, "j")
+    until(browser, "document.querySelectorAll('#prompts article').length", 3)
+    assert "right or 1" in see("#prompts article").text
+    assert "setting" in see("#settings table").text
+    found = browser.execute_script("return document.querySelectorAll('article img, article script').length")
+    assert found == 0
+
+
 @pytest.fixture
 def address(tmp_path: Path) -> Iterator[str]:
     """Serve the page of the records in ``tmp_path``."""

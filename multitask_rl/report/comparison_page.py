@@ -1,0 +1,266 @@
+"""The page of compared runs: ``multitask-rl compare RUN RUN... --html FILE``."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.records import Direction
+from multitask_rl.report.samples import clipped, deflated
+from multitask_rl.report.shell import render_shell
+from multitask_rl.statistics.seeds import mean_of_arm
+from multitask_rl.tracking.reading import Evaluation, RunRecord
+from multitask_rl.tracking.spending import COSTS, Spending
+
+_MOST_POINTS = 120
+"""Of a curve of training rewards; of longer ones each point is the mean of a block of steps."""
+_MOST_PROMPTS = 300
+_MOST_ANSWERS = 3
+"""Of one arm to one prompt: the newest."""
+_MOST_CHARACTERS = 6_000
+"""Of one prompt or answer."""
+_TEXT_BYTES = 12_000_000
+"""Of all prompts and answers, before they are compressed."""
+_RECORD_BYTES = 200_000_000
+"""Read of all runs' stored samples together, the newest of each; at most a twelfth of it of one run."""
+_HEAD = re.compile(rb'"step": ?(\d+), ?"task": ?("(?:[^"\\]|\\.)*"), ?"prompt_id": ?("(?:[^"\\]|\\.)*")')
+
+
+def render_comparison_page(
+    result: Mapping[str, Any],
+    runs: Sequence[Sequence[RunRecord]],
+    spendings: Sequence[Sequence[Spending]],
+    level: float | None,
+) -> str:
+    """Return the page of what ``compare`` found; ``runs`` and ``spendings`` are those of each arm.
+
+    Raises:
+        ConfigError: a record cannot be read.
+    """
+    short = _short([arm["name"] for arm in result["arms"]])
+    arms = [{**arm, "name": short[arm["name"]]} for arm in result["arms"]]
+    comparisons = [
+        {**one, "base": short[one["base"]], "other": short[one["other"]]} for one in result["comparisons"]
+    ]
+    dominates = {short[arm]: [short[other] for other in own] for arm, own in result["dominates"].items()}
+    tasks = list(dict.fromkeys(task for arm in arms for task in arm["tasks"]))
+    verdicts = [row["verdict"] for one in result["comparisons"] for row in one["tasks"].values()]
+    num_runs = sum(len(arm["runs"]) for arm in arms)
+    name = arms[0]["name"] if len(arms) == 1 else f"{arms[0]['name']} and {len(arms) - 1} more"
+    lower = [
+        task
+        for task in tasks
+        if any(
+            e.direction is Direction.lower
+            for own in runs
+            for run in own
+            for e in run.evaluations.get(task, ())[:1]
+        )
+    ]
+    if len(arms) == 2:
+        name = f"{arms[0]['name']} against {arms[1]['name']}"
+    data = {
+        "name": name,
+        "subtitle": f"{len(arms)} arms, {num_runs} runs, {len(tasks)} tasks",
+        "arms": arms,
+        "tasks": tasks,
+        "lower": lower,
+        "tiles": [
+            ["arms", len(arms), "runs that differ in more than the seed"],
+            ["runs", num_runs, f"{len(result['left_out'])} left out" if result["left_out"] else ""],
+            ["better", verdicts.count("better"), f"of {len(verdicts)} verdicts"],
+            ["worse", verdicts.count("worse"), f"{verdicts.count('not told apart')} not told apart"],
+        ],
+        "notes": [*result["notes"], *result["unfinished"]],
+        "left_out": list(result["left_out"].items()),
+        "result": {
+            **{key: result[key] for key in ("keys", "num_verdicts", "levels", "reached", "costs")},
+            "comparisons": comparisons,
+            "dominates": dominates,
+        },
+        "level_is": "the last level of the first arm" if level is None else f"the level {level:g}",
+        "curves": [_held_out(task, runs, spendings) for task in tasks],
+        "rewards": [chart for task in tasks if (chart := _rewards(task, arms, spendings))],
+        "stored": _side_by_side(runs),
+    }
+    return render_shell(name, "compare.js", data)
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Return the names of arms without the directory that holds all of them."""
+    is_path = all("/" in name and "=" not in name and ":" not in name for name in names)
+    if not is_path or len(names) < 2 or len({Path(name).is_absolute() for name in names}) > 1:
+        return {name: name for name in names}
+    common = os.path.commonpath([os.path.dirname(name) for name in names])
+    return {name: os.path.relpath(name, common) if common else name for name in names}
+
+
+def _held_out(
+    task: str, runs: Sequence[Sequence[RunRecord]], spendings: Sequence[Sequence[Spending]]
+) -> dict[str, Any]:
+    """Return the held-out curve of a task: per arm mean, interval and costs at each step; None = has none."""
+    metric, found = "", list[dict[str, Any] | None]()
+    for own, spent in zip(runs, spendings, strict=True):
+        at: dict[int, list[tuple[Evaluation, Spending]]] = {}
+        for run, spending in zip(own, spent, strict=True):
+            for evaluation in run.evaluations.get(task, ()):
+                metric = metric or evaluation.metric
+                if evaluation.metric == metric:
+                    at.setdefault(evaluation.step, []).append((evaluation, spending))
+        if not at:
+            found.append(None)
+            continue
+        curve: dict[str, Any] = {"steps": sorted(at), "y": [], "low": [], "high": [], "spent": {}}
+        for step in curve["steps"]:
+            evaluations = [evaluation for evaluation, _ in at[step]]
+            crossed = len({(e.prompts, len(e.values)) for e in evaluations}) == 1
+            ends = mean_of_arm([e.values for e in evaluations], crossed=crossed)
+            for key, value in zip(("y", "low", "high"), ends, strict=True):
+                curve[key].append(_rounded(value))
+        for cost in COSTS[1:]:
+            means = [[spending.at(step)[cost] for _, spending in at[step]] for step in curve["steps"]]
+            curve["spent"][cost] = [_rounded(math.fsum(values) / len(values)) for values in means]
+        found.append(curve)
+    return {"task": task, "metric": metric, "arms": found}
+
+
+def _rewards(
+    task: str, arms: Sequence[Mapping[str, Any]], spendings: Sequence[Sequence[Spending]]
+) -> dict[str, Any] | None:
+    """Return the chart of a task's training reward; None without one."""
+    own = [[s.rewards[task] for s in spent if task in s.rewards] for spent in spendings]
+    last = max((step for runs in own for run in runs for step in run), default=0)
+    if not last:
+        return None
+    width = math.ceil(last / _MOST_POINTS)
+    lines, xs = [], range(width, last + width, width)
+    for arm, runs in zip(arms, own, strict=True):
+        if not runs:
+            continue
+        blocks: list[list[list[float]]] = [[[] for _ in runs] for _ in xs]
+        for index, run in enumerate(runs):
+            for step, value in run.items():
+                blocks[(step - 1) // width][index].append(value)
+        means = [[math.fsum(values) / len(values) for values in block if values] for block in blocks]
+        line = {"name": arm["name"], "y": [_rounded(math.fsum(m) / len(m)) if m else None for m in means]}
+        if len(runs) > 1:
+            line["low"], line["high"] = (
+                [_rounded(end(m)) if m else None for m in means] for end in (min, max)
+            )
+        lines.append(line)
+    note = "mean reward of the step's slots" + (f"; blocks of {width} steps" if width > 1 else "")
+    return {"id": f"reward-{task}", "title": task, "note": note, "x": list(xs), "lines": lines}
+
+
+def _side_by_side(runs: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
+    """Return prompts that stored samples of two arms or more answer, deflated, the most shared ones first."""
+    files = sum(len(own) for own in runs)
+    most = min(_RECORD_BYTES // 12, _RECORD_BYTES // files)
+    places: dict[tuple[bytes, bytes], dict[int, list[tuple[int, int, int, int]]]] = {}
+    is_cut = False
+    for arm, own in enumerate(runs):
+        for number, run in enumerate(own):
+            path = run.directory / "rollouts.jsonl"
+            if not path.exists():
+                continue
+            with path.open("rb") as stream:
+                offset = max(0, path.stat().st_size - most)
+                is_cut = is_cut or offset > 0
+                stream.seek(offset)
+                if offset:
+                    offset += len(stream.readline())
+                for line in stream:
+                    head = _HEAD.match(line, 1)
+                    if head and line.endswith(b"\n"):
+                        place = (int(head[1]), number, offset, len(line))
+                        places.setdefault((head[2], head[3]), {}).setdefault(arm, []).append(place)
+                    offset += len(line)
+    shared = [(key, own) for key, own in places.items() if len(own) > 1]
+    if not shared:
+        why = (
+            "No run stored a sample (tracking.store_rollouts)."
+            if not places
+            else (
+                "One arm." if len(runs) == 1 else "No prompt was answered by two arms in the stored samples."
+            )
+        )
+        return {"number": 0, "why": why, "texts": "", "note": ""}
+    shared.sort(key=lambda item: (-len(item[1]), -max(step for own in item[1].values() for step, *_ in own)))
+    found: list[dict[str, Any]] = []
+    size = 0
+    for (task, prompt), of_arms in shared[:_MOST_PROMPTS]:
+        answers: list[list[dict[str, Any]]] = [[] for _ in runs]
+        first: dict[str, Any] = {}
+        for arm, found_at in of_arms.items():
+            for _, number, offset, length in sorted(found_at, reverse=True)[:_MOST_ANSWERS]:
+                run = runs[arm][number]
+                sample = _line(run.directory / "rollouts.jsonl", offset, length)
+                first = first or sample
+                answers[arm].append(_answer(sample, run.config.get("seed")))
+        rewards = [
+            math.fsum(known) / len(known)
+            for own_answers in answers
+            if (known := [a["reward"] for a in own_answers if a["reward"] is not None])
+        ]
+        row = first.get("row") or {}
+        reference = row.get("reference", row.get("answer", ""))
+        found.append(
+            {
+                "task": json.loads(task),
+                "id": json.loads(prompt),
+                "prompt": clipped(str(first.get("prompt", "")), _MOST_CHARACTERS),
+                "reference": clipped(
+                    reference if isinstance(reference, str) else json.dumps(reference), 2_000
+                ),
+                "step": max(answer["step"] for own_answers in answers for answer in own_answers),
+                "apart": _rounded((max(rewards) - min(rewards)) / 2) if len(rewards) > 1 else None,
+                "answers": answers,
+            }
+        )
+        size += sum(len(a["response"]) for own_answers in answers for a in own_answers) + len(
+            found[-1]["prompt"]
+        )
+        if size > _TEXT_BYTES:
+            break
+    note = "Of each run the newest stored samples were read. " if is_cut else ""
+    if len(found) < len(shared):
+        note += f"{len(shared) - len(found)} more are in the records alone."
+    texts = base64.b64encode(deflated(found)).decode()
+    return {"number": len(found), "why": "", "texts": texts, "note": note}
+
+
+def _line(path: Path, offset: int, length: int) -> dict[str, Any]:
+    with path.open("rb") as stream:
+        stream.seek(offset)
+        try:
+            line = json.loads(stream.read(length))
+        except (ValueError, RecursionError):
+            line = {}
+    return line if isinstance(line, dict) else {}
+
+
+def _answer(line: Mapping[str, Any], seed: object) -> dict[str, Any]:
+    """Return what the page shows of one stored sample."""
+    reward, failure = line.get("reward"), line.get("failure")
+    marks = {
+        "refused": line.get("rejected"),
+        "failed": failure,
+        "cut": line.get("finish_reason") == "length",
+    }
+    return {
+        "step": int(line.get("step", 0)),
+        "seed": seed,
+        "reward": _rounded(float(reward)) if isinstance(reward, int | float) else None,
+        "marks": [name for name, is_so in marks.items() if is_so],
+        "response": clipped(str(line.get("response", "")), _MOST_CHARACTERS),
+    }
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if math.isfinite(value) else None
