@@ -29,6 +29,7 @@ PAGES = [
     "write-an-environment.md",
     "write-a-task.md",
     "write-a-plugin.md",
+    "resume-and-fork.md",
     "constraints.md",
     "flow.md",
     "python.md",
