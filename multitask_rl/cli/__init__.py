@@ -17,6 +17,7 @@ import multitask_rl
 from multitask_rl.boundary.printable import one_line, redact_text
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.lazy import without_collector
 
 COMMANDS = {
     "train": ("cli.train:train", "train: key=value overrides, --multirun for sweeps"),
@@ -114,7 +115,8 @@ def run_command(arguments: list[str]) -> int:
         raise ConfigError(
             f"unknown command {name!r}{suggest(name, COMMANDS)} (commands: {', '.join(COMMANDS)})"
         )
-    command = pkgutil.resolve_name(f"multitask_rl.{COMMANDS[name][0]}")
+    with without_collector():
+        command = pkgutil.resolve_name(f"multitask_rl.{COMMANDS[name][0]}")
     return command(arguments[words:]) or 0
 
 

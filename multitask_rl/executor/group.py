@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any, ClassVar
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
+from multitask_rl.lazy import without_collector
 
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
@@ -65,7 +66,8 @@ class _Host:
     def __init__(
         self, make: Callable[[int], Any], index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()
     ) -> None:
-        self._object = make(index)
+        with without_collector():
+            self._object = make(index)
         for method, arguments in begin:
             self.call(method, *arguments)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.lazy import without_collector
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress, encode
 from multitask_rl.scoring.results import is_out_of_memory
@@ -61,7 +62,8 @@ def _serve(channel: Channel, progress: Progress) -> None:
 
     plan: PluginPlan = channel.receive()
     try:
-        grader = plan.build()
+        with without_collector():
+            grader = plan.build()
     except BaseException as error:  # noqa: BLE001 - foreign code; the trainer raises the error
         end_fork()
         kind, message = type(error), str(error)

@@ -28,8 +28,9 @@ from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 
 _BOOT = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-    "from multitask_rl.training.backends import replica; replica.main()"
+    "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from multitask_rl import lazy\n"
+    "with lazy.without_collector(): from multitask_rl.training.backends import replica\n"
+    "replica.main()"
 )
 _END_WITHIN_S = 5.0
 
