@@ -1,4 +1,4 @@
-"""Imports that cost little: public names of a package that load on first use (PEP 562), and heavy libraries."""
+"""Cheap imports: public names of a package that load on first use (PEP 562), and heavy libraries."""
 
 from __future__ import annotations
 

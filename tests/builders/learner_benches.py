@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forked_ranks import ForkedRank
 from model_builders import build_actor, build_model
 from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO
@@ -18,7 +19,6 @@ from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
@@ -123,7 +123,7 @@ class RanksBench(Bench):
         sharded=False,
         tensor=1,
         checkpointing=False,
-        launch=None,
+        launch=ForkedRank,
         host="127.0.0.1",
         **kwargs,
     ):
@@ -131,10 +131,15 @@ class RanksBench(Bench):
         if checkpointing:
             self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.helpers = []
+
+        def start(where):
+            self.helpers.append(launch(where))
+            return self.helpers[-1]
+
         group = RankGroup(
             self.main,
             self.config,
-            launch or self._launch,
+            start,
             devices=[("cpu", "cpu")] * num_ranks,
             context=context,
             sharded=sharded,
@@ -143,10 +148,6 @@ class RanksBench(Bench):
             num_threads=1,
         )
         self.use(group)
-
-    def _launch(self, where):
-        self.helpers.append(LocalRank(where))
-        return self.helpers[-1]
 
 
 def parameters_of(bench):

@@ -25,6 +25,7 @@ from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import add_adapters
+from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.replica import register_outputs
 from multitask_rl.training.backends.sharded import Shards, check_shardable, forward_pass, shard_model
@@ -115,7 +116,7 @@ def test_adapters_on_parts_of_the_base_model_which_is_the_reference_too():
 
 def test_a_rank_that_dies_ends_the_call_and_is_named():
     scored = sample_scored(build_actor())
-    group = RanksBench(num_ranks=2, sharded=True)
+    group = RanksBench(num_ranks=2, sharded=True, launch=LocalRank)
     try:
         group.update(scored)
         os.kill(group.helpers[0].pid, signal.SIGKILL)
