@@ -42,7 +42,7 @@ from multitask_rl.trainer import Trainer
 
 SHAPES = {"1M": (128, 4, 1024), "21M": (384, 8, 8192), "72M": (640, 10, 16384)}
 """Name -> width, layers, vocabulary."""
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "1M": {},
     "21M": {},
     "21M, KL": {"kl": {"coefficient": 0.01}},
@@ -80,7 +80,7 @@ def main() -> None:
 
 def run_case(name: str, new_tokens: int) -> dict[str, dict[str, float]]:
     """Return what was foretold and measured: bytes of memory and disk, seconds of a step."""
-    own: dict[str, Any] = CASES[name]
+    own = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         write_model(directory / "actor", *SHAPES[name.partition(",")[0]])
@@ -118,7 +118,7 @@ def run_case(name: str, new_tokens: int) -> dict[str, dict[str, float]]:
             "step_s": sum(estimate.measure_step(plan, shape, work, time.process_time).values()),
         }
         before = memory_report([], 0)["rss_mb"]
-        seconds = []
+        seconds: list[float] = []
         with Trainer.from_config(config) as trainer:
             for _ in range(STEPS):
                 if seconds:

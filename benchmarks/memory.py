@@ -82,7 +82,7 @@ def learn(model: Any, tokens: int) -> None:
     response = [(7 * i) % model.config.vocab_size for i in range(tokens)]
     (batch,) = build_microbatches([[1]], [response], max_tokens=tokens + 1, layout="bucketed", pad_token_id=0)
     out = forward.forward_tokens(model, batch, [SamplingParams()])
-    out.logprobs.sum().backward()
+    torch.autograd.backward(out.logprobs.sum())
 
 
 def peak_mib(model: Any, tokens: int) -> float:

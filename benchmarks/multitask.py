@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow models of this size
@@ -73,4 +72,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -149,7 +149,7 @@ def build(folder: Path, model: Path, tasks: dict[str, str], args: argparse.Names
     )
     trainer = Trainer.from_config(config)
     if how.get("same_length"):
-        trainer.actor.eos_token_ids = []
+        trainer.actor.eos_token_ids = ()
     return Run(how["name"], trainer, folder, how["prompts"] * GROUP)
 
 

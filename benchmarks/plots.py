@@ -13,7 +13,12 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from result_files import by_delay, read, sort_steps
 
-STYLE = {"svg.hashsalt": "multitask-rl", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
+STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "multitask-rl",
+    "svg.fonttype": "none",
+    "font.size": 9,
+    "axes.grid": True,
+}
 """No random ids, text as text; what is left out is matplotlib's own style."""
 
 

@@ -94,8 +94,8 @@ def write_run(directory: Path, num_steps: int, num_samples: int) -> None:
         return [" " + word for word in chance.choices(words, cum_weights=frequencies, k=number)]
 
     def metrics(step: int) -> dict[str, Any]:
-        names = ("reward_mean", "informative_rate", "length", "truncated_rate", "entropy", "kl", "weight")
-        names += ("share_trained", "level", "rejection_rate", "violation_rate", "failure_rate")
+        names = ["reward_mean", "informative_rate", "length", "truncated_rate", "entropy", "kl", "weight"]
+        names += ["share_trained", "level", "rejection_rate", "violation_rate", "failure_rate"]
         own = {f"task/{task}/{name}": chance.random() for task in TASKS for name in names}
         return {"step": step, **own, **{f"time/{stage}_s": chance.random() for stage in STAGES}}
 

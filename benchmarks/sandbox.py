@@ -65,7 +65,7 @@ class Case:
     run: Callable[[], None]
     roots: Callable[[], list[int]] = list
     """Long-lived processes whose CPU counts (with their descendants, reaped or not)."""
-    batch: Callable[[int], None] | None = None
+    batch: Callable[[int], object] | None = None
     """Runs that many at once; for methods that work on several at a time."""
     rates: list[float] = field(default_factory=list)
     cpu_ms: list[float] = field(default_factory=list)

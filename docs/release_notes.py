@@ -38,4 +38,4 @@ def notes(version: str, root: Path = ROOT) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(notes(*sys.argv[1:2] or [""]))
+    sys.stdout.write(notes((sys.argv[1:] or [""])[0]))

@@ -167,7 +167,7 @@ def render_plugins() -> str:
             about = re.split(r"\n\s*(?:Args|Raises|Returns|Attributes):", inspect.getdoc(plugin) or "")[0]
             parts.append(f"### `{info.name}`\n\n{about.strip().replace('``', '`')}\n")
             config = getattr(plugin, "Config", None)
-            if dataclasses.is_dataclass(config) and list(setting_fields(config)):
+            if isinstance(config, type) and dataclasses.is_dataclass(config) and list(setting_fields(config)):
                 parts.append(_table(config))
     return "\n".join(parts).rstrip() + "\n"
 

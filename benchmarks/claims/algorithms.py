@@ -68,5 +68,5 @@ CLAIM = Claim(
     ),
     run=run_arm,
     render=render,
-    prepare=lambda options: prepare_actor(options.directory) and None,
+    prepare=lambda options: prepare_actor(options.directory),
 )

@@ -65,7 +65,7 @@ class Claim:
     runs_per_process: int | None = 1
     """Runs after which a worker process is replaced; None = never (importing torch costs as much as a short
     run)."""
-    prepare: Callable[[Options], None] | None = None
+    prepare: Callable[[Options], object] | None = None
     """Once before the arms (trained models into the cache)."""
 
 
@@ -81,8 +81,8 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     jobs = [(arm, seed) for seed in options.seeds for arm in chosen]
     done = {(arm.name, seed): _load(claim, arm, seed, options) for arm, seed in jobs}
     waiting = [(arm, seed) for arm, seed in jobs if done[arm.name, seed] is None]
-    own = {"mp_context": get_context("spawn"), "max_tasks_per_child": claim.runs_per_process}
-    with ProcessPoolExecutor(processes, **own) as pool:
+    context, most = get_context("spawn"), claim.runs_per_process
+    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=most) as pool:
         futures = {pool.submit(claim.run, arm, seed, options): (arm, seed) for arm, seed in waiting}
         for number, future in enumerate(as_completed(futures), start=1):
             arm, seed = futures[future]

@@ -263,5 +263,5 @@ CLAIM = Claim(
     run=run_arm,
     render=render,
     runs_per_process=None,
-    prepare=lambda options: prepare_actor(options.directory) and None,
+    prepare=lambda options: prepare_actor(options.directory),
 )

@@ -6,10 +6,11 @@ A fault is counted in steps *made*: a rollback does not undo what broke outside 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from multitask_rl.guard.base import Confirm
 from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.records import Scored, TaskEvaluation
@@ -111,7 +112,7 @@ class GuardWithPlant(SafetyGuard):
         self,
         step: int,
         evaluations: Mapping[str, TaskEvaluation],
-        confirm: Callable[[str], tuple[TaskEvaluation, TaskEvaluation]] | None = None,
+        confirm: Confirm | None = None,
     ) -> GuardDecision:
         """Judge as the guard does; a deaf one finds nothing."""
         if self._is_deaf:

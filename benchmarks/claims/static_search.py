@@ -37,5 +37,5 @@ CLAIM = Claim(
     arms=tuple(map(_arm, MIXTURES)),
     run=run_arm,
     render=render,
-    prepare=lambda options: prepare_actor(options.directory) and None,
+    prepare=lambda options: prepare_actor(options.directory),
 )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from fuzzing.cases import Case
 from multitask_rl.errors import MultitaskRLError
@@ -143,11 +144,8 @@ def _rescore(case: Case, run: Path | None) -> None:
                 for r in rollouts
             ]
 
-    pool, rescore.RewardPool = rescore.RewardPool, InProcess  # type: ignore[misc, assignment]
-    try:
+    with patch.object(rescore, "RewardPool", InProcess):
         run_command(case.arguments)
-    finally:
-        rescore.RewardPool = pool  # type: ignore[misc]
 
 
 def _resume(case: Case, run: Path | None) -> None:
@@ -174,7 +172,7 @@ def _resume(case: Case, run: Path | None) -> None:
     store = RunStore(Path.cwd(), CheckpointConfig(resume=resume), track=False)
     try:
         trainer = _trainer(run)
-        store.resume(trainer.parts.state, trainer.progress, trainer.config, trainer.guard)
+        store.resume(trainer.parts.state, trainer.progress, trainer.config, trainer.plan.specs, trainer.guard)
     finally:
         store.close()
 

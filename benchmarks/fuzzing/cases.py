@@ -260,9 +260,11 @@ def _run_override(rng: random.Random) -> str:
 
 def _text(rng: random.Random) -> str:
     """Return what stands behind ``=``: a value, an unfinished one, or any text that an argument can hold."""
-    value = rng.choice(
-        (*ODD, *[lambda: rng.choice((1, 2, 0.5, 64, True, ["a"], {"a": 1}, "auto", "x"))] * 20)
-    )()
+
+    def ordinary() -> Any:
+        return rng.choice((1, 2, 0.5, 64, True, ["a"], {"a": 1}, "auto", "x"))
+
+    value = rng.choice((*ODD, *[ordinary] * 20))()
     if rng.random() < 0.3:
         value = rng.choice(_UNFINISHED)
     text = value if isinstance(value, str) else json.dumps(value, default=str)

@@ -81,7 +81,7 @@ def build(folder: Path) -> Trainer:
     settings = ModelConfig(name_or_path=str(args.model), autocast=bf16)
     actor = Actor(model, PreTrainedTokenizerFast.from_pretrained(args.model), settings)
     if not mixed:
-        actor.eos_token_ids = []
+        actor.eos_token_ids = ()
     return Trainer(
         actor,
         config_path=tasks,
