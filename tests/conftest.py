@@ -10,10 +10,8 @@ import pytest
 ALONE = (
     # limits and measurements of time, processes and memory
     "integration/test_pipeline",
-    "integration/test_sandbox_",
-    "integration/test_streaming",
+    "integration/test_sandbox_li",
     "integration/test_world_pool",
-    "unit/sandbox/",
     "unit/scoring/",
     # the device
     "gpu/",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forked_ranks import ForkedRank
+from forked import ForkedRank
 from model_builders import build_actor, build_model
 from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO

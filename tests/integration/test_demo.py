@@ -2,12 +2,11 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from forked import run_forked
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["--max-steps", "2", "--effort", "0.1"]
@@ -16,14 +15,7 @@ SHORT = ["--max-steps", "2", "--effort", "0.1"]
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples/demo/run.py", "--directory", tmp_path, *SHORT],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_forked(ROOT / "examples/demo/run.py", "--directory", tmp_path, *SHORT, cwd=ROOT, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert set(summary) == {"tasks", "wall_s", "guard_events", "seed"}

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from multitask_rl.testing.scaffold import scaffold
 from run_builders import write_run
 
@@ -88,11 +89,12 @@ tasks:
 
 def test_a_training_run_uses_it(site: Path, tmp_path: Path) -> None:
     write_run(tmp_path, TASKS)
-    code = "import sys; from multitask_rl.cli import main; sys.exit(main(sys.argv[1:]))"
     settings = "model.name_or_path=actor output_dir=run max_steps=2 num_threads=1 rollout.max_new_tokens=4"
     small = "batch.prompts_per_step=4 batch.group_size=4 scoring.num_workers=1 tracking.trackers=[jsonl]"
     arguments = ["train", "tasks_file=tasks.yaml", *settings.split(), *small.split()]
-    run(sys.executable, "-c", code, *arguments, path=site, cwd=tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = run_forked("-m", "multitask_rl", *arguments, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
     stored = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()]
     assert stored
     for line in stored:

@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from forked import run_forked
 from model_builders import VOCABULARY, build_tokenizer
 from run_builders import write_run
 
@@ -118,9 +117,7 @@ def test_the_reference_script_trains_the_reference_tasks(workspace):
     )
     quick = settings + SCRIPT.replace('config_path="tasks.yaml")', 'config_path="tasks.yaml", config=config)')
     (workspace / "train.py").write_text(quick)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=workspace, capture_output=True, text=True, timeout=200
-    )
+    done = run_forked("train.py", cwd=workspace)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (workspace / "runs/default/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "train/learning_rate" in row]

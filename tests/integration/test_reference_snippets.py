@@ -23,6 +23,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from forked import run_forked
 from model_builders import VOCABULARY, build_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -205,10 +206,8 @@ def failures(workspace: Path) -> dict[str, str]:
         text = (FOLDER / name).read_text() if FOLDER.is_dir() else own
         text = text.replace("cuda:0-3", "cpu").replace("cuda:4-5", "cpu")
         (workspace / name).write_text(text, encoding="utf-8")
-    command = [sys.executable, "-c", CHILD, *SNIPPETS]
-    ended = subprocess.run(
-        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
+    (workspace / "child.py").write_text(CHILD)
+    ended = run_forked("child.py", *SNIPPETS, cwd=workspace, env=environment())
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     (workspace / "output.txt").write_text(ended.stdout)
     return json.loads((workspace / "failures.json").read_text())
@@ -304,10 +303,7 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(worksp
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     # the same ranks, started by the trainer
     (workspace / "spawned.py").write_text(SPAWNED.format(examples=str(ROOT / "examples")))
-    command = [sys.executable, "spawned.py"]
-    alone = subprocess.run(
-        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    alone = run_forked("spawned.py", cwd=workspace, env=environment())
     assert alone.returncode == 0, alone.stderr[-3000:]
     weights = [
         (workspace / run / "checkpoints" / "step_00000002" / "actor" / "model.safetensors").read_bytes()
@@ -335,10 +331,8 @@ def test_the_simple_example_trains_with_two_rollout_workers_and_a_critic_of_its_
         "--batch_size",
         "4",
     ]
-    command = [sys.executable, str(ROOT / "examples" / "ppo_simple.py"), *flags, "--output_dir", "simple"]
-    ended = subprocess.run(
-        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    script = ROOT / "examples" / "ppo_simple.py"
+    ended = run_forked(script, *flags, "--output_dir", "simple", cwd=workspace, env=environment())
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
     config = yaml.safe_load((workspace / "simple" / "config.yaml").read_text())
     assert config["critic"]["name_or_path"] == "gpt2"

@@ -1,8 +1,4 @@
-"""The pages for authors, and the notebooks: files are written, Python runs, commands are executed, in order.
-
-Every command has a process of its own, forked from one that has imported everything: importing torch for each
-would take most of the time.
-"""
+"""The pages for authors, and the notebooks: files are written, Python and commands run, in order."""
 
 from __future__ import annotations
 
@@ -13,11 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from forked import run_forked
 from model_builders import build_actor
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -38,63 +34,19 @@ PAGES = [
     "coming-from-openrlhf.md",
 ]
 NOTEBOOKS = sorted((DOCS.parent / "examples" / "notebooks").glob("*.ipynb"))
-SHELL = """
-import json, os, runpy, sys, traceback
-import datasets, mlflow.store.tracking.sqlalchemy_store, multitask_rl.trainer
-from multitask_rl.cli import main
-for line in sys.stdin:
-    folder, program, arguments = json.loads(line)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.chdir(folder)
-            output = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.path.insert(1, "site")
-            status = main(arguments) if program == "multitask-rl" else runpy.run_path(*arguments) and 0
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print(status, flush=True)
-"""
-"""Imports everything once, runs each command it is told in a fork of itself and answers the exit code."""
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 OFFLINE = ["--no-deps", "--no-index", "--no-build-isolation"]
 
 
-Shell = Callable[[Path, str, list[str]], None]
-
-
-@pytest.fixture(scope="module")
-def shell() -> Iterator[Shell]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    with subprocess.Popen(
-        [sys.executable, "-c", SHELL],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def run(folder: Path, program: str, arguments: list[str]) -> None:
-            print(json.dumps([str(folder), program, arguments]), file=process.stdin, flush=True)
-            status = process.stdout.readline().strip()
-            assert status == "0", f"{program} {arguments}: {status}\n{(folder / 'output.txt').read_text()}"
-
-        yield run
-        process.stdin.close()
-    assert process.returncode == 0
+def shell(folder: Path, program: str, arguments: list[str]) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(folder / "site")}
+    module = ["-m", "multitask_rl"] if program == "multitask-rl" else []
+    done = run_forked(*module, *arguments, cwd=folder, env=environment)
+    assert done.returncode == 0, f"{program} {arguments}: {done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_block_of_the_page_works(page: str, tmp_path: Path, shell: Shell) -> None:
+def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     assert len(blocks) >= 2
     script = ""
@@ -109,11 +61,11 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path, shell: Shell) 
             shell(tmp_path, "python", ["example_on_the_page.py"])
         elif language == "bash":
             for line in text.replace("\\\n", "").splitlines():
-                command(line, tmp_path, shell)
+                command(line, tmp_path)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_notebook_runs(notebook: Path, tmp_path: Path, shell: Shell) -> None:
+def test_every_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     document = json.loads(notebook.read_text(encoding="utf-8"))
     cells = document["cells"]
     assert (document["nbformat"], document["metadata"]["kernelspec"]["name"]) == (4, "python3")
@@ -127,7 +79,7 @@ def test_every_notebook_runs(notebook: Path, tmp_path: Path, shell: Shell) -> No
     shell(tmp_path, "python", ["notebook.py"])
 
 
-def command(line: str, folder: Path, shell: Shell) -> None:
+def command(line: str, folder: Path) -> None:
     program, *arguments = shlex.split(line)
     if line == "pip install .":
         done = subprocess.run(
