@@ -2,7 +2,8 @@
 
 The names of its parameters decide what a function gets; docs/write-a-reward.md has the table. A parameter
 ``responses`` or ``rollouts`` makes it a batch function: every argument is a list, the result is a list. So
-does a first parameter annotated ``list[str]``, or named like several texts (``texts``, ``completions``).
+does the parameter for responses if it is annotated ``list[str]``, or named like several texts
+(``texts``, ``completions``, ``decoded_outputs``).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ UNDECLARED = PluginTraits(deterministic=False)
 _BATCH = {"responses": "response", "rollouts": "rollout", "prompts": "prompt"}
 _SPECIAL = ("response", "rollout", "prompt")
 _PLURALS = {
-    *("generated_texts", "texts", "completions", "generations", "outputs", "predictions", "samples"),
+    *("texts", "completions", "generations", "outputs", "predictions", "samples"),
     *("candidates", "answers", "replies", "solutions"),
 }
-"""Names of a first parameter that takes all responses; another name does if it is annotated as a list."""
+"""Last words in the name of a parameter that takes all responses; another does if annotated as a list."""
 _LISTS = ("list", "List", "Sequence", "Iterable")
 _FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
 
@@ -99,7 +100,10 @@ class FunctionPlugin:
                     f"{what}: the parameter {name!r} belongs to another library's reward functions; write "
                     f"the plugin as '{prefix}{reference}' and it is used unchanged"
                 )
-        if not named:
+        # without a parameter of that name, the response is the first that nothing else fills
+        first = next((p for p in named if p.name not in {"prompt", "prompts", *config}), None)
+        takes_first = not {"response", "responses", "rollout", "rollouts"} & set(names)
+        if takes_first and first is None:
             raise PluginError(
                 f"{what}: it takes no response; expected f(response, reference, ...), a batch function "
                 f"f(responses, ...), or a class with score(rollouts); got {inspect.signature(function)}"
@@ -108,20 +112,20 @@ class FunctionPlugin:
         self.label = label
         self.traits: PluginTraits = getattr(function, "traits", UNDECLARED)
         self.is_async = inspect.iscoroutinefunction(function)
-        takes_first = not {"response", "responses", "rollout", "rollouts"} & set(names)
-        annotation = named[0].annotation
+        annotation = first.annotation if first else None
         if isinstance(annotation, str):  # from __future__ import annotations
             is_list = annotation.rpartition(".")[2].partition("[")[0] in _LISTS
         else:
             is_list = (typing.get_origin(annotation) or annotation) in (list, tuple, Sequence, Iterable)
-        all_at_once = takes_first and (names[0] in _PLURALS or is_list)
+        self._response_name = first.name if first and takes_first else ""
+        plural = self._response_name.rpartition("_")[2] in _PLURALS
+        all_at_once = takes_first and (plural or is_list)
         self.independent = not (all_at_once or {"responses", "rollouts"} & set(names))
         """It is no batch function: it gets each response alone."""
         self.one_by_one = self.independent and not self.is_async
         """A call with many rollouts is only a loop."""
         self.text_only = not {"rollout", "rollouts"} & set(names)
         """It does not see token ids, so none are sent to it."""
-        self._response_name = names[0] if takes_first else ""
         self._positional = [p.name for p in named if p.kind is p.POSITIONAL_ONLY]
         self._required = [p.name for p in named if p.default is p.empty]
         self._takes_row = any(p.kind is p.VAR_KEYWORD for p in parameters)

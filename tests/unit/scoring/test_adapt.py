@@ -211,13 +211,24 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
 
 @pytest.mark.parametrize(
     "signature",
-    ["generated_texts", "completions", "answers", "texts, reference=None", "x: 'Sequence[str]'"],
+    ["decoded_outputs", "completions", "answers", "texts, reference=None", "x: 'Sequence[str]'"],
 )
 def test_a_batch_function_may_call_its_responses_as_it_likes(tmp_path: Path, signature: str) -> None:
     first = signature.replace(":", ",").partition(",")[0]
     file = write(tmp_path, f"def f({signature}):\n    return [float(len(t)) for t in {first}]\n")
     reward = resolve_reward(RewardSpec(plugin=f"{file}:f"), "here")
     assert reward.score([make_rollout("a"), make_rollout("bcd")]) == [1.0, 3.0]
+
+
+def test_the_prompt_and_what_config_gives_are_not_taken_for_the_response(tmp_path: Path) -> None:
+    text = "def f(prompt, most, text):\n    return len(prompt + text) / most\n"
+    text += "def g(prompts, texts):\n    return [len(p + t) for p, t in zip(prompts, texts)]\n"
+    file = write(tmp_path, text + "def h(prompt):\n    return 1.0\n")
+    rollouts = [make_rollout("a", row={"prompt": "xyz"}), make_rollout("bcd", row={"prompt": ""})]
+    assert values(f"{file}:f", rollouts, {"most": 2}) == [2.0, 1.5]
+    assert values(f"{file}:g", rollouts) == [4.0, 3.0]
+    with pytest.raises(PluginError, match=r"it takes no response; .*; got \(prompt\)"):
+        resolve_reward(RewardSpec(plugin=f"{file}:h"), "here")
 
 
 def test_missing_file_and_module_are_said() -> None:
