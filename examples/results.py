@@ -113,3 +113,4 @@ def print_next_steps(directory: Path, trainer: Trainer, summary: Path) -> None:
     print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {trainer.config.tracking.uri}")
     page = f"--html {directory / 'report.html'} --open"
     print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'} {page}")
+    print("a second run, and both compared in a browser: README.md, Start")
