@@ -24,6 +24,7 @@ CLAIMS = {
     "shares": "claims.shares",
     "algorithms": "claims.algorithms",
     "transfer": "claims.transfer",
+    "gradients": "claims.gradients",
     "constraints": "claims.constraints",
     "guard": "claims.guard",
     "overoptimisation": "claims.overoptimisation",

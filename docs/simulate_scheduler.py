@@ -1,11 +1,13 @@
-"""Recompute the table of "Policies in simulation": ``python docs/simulate_scheduler.py``."""
+"""Recompute the tables of "Policies in simulation": ``python docs/simulate_scheduler.py``."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from statistics import mean
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -16,6 +18,16 @@ STARTS = {"arithmetic": 0.35, "sort": 0.1, "code": 0.4, "safe": 0.5}
 TAUS = {"arithmetic": 1100.0, "sort": 5500.0, "code": 1000.0, "safe": 600.0}
 """Informative groups after which the way to 1 is shorter by a factor of e."""
 GROUP, PROMPTS, SEEDS = 8, 16, 5
+TRANSFER = {
+    "none": {},
+    "one helps": {("arithmetic", "sort"): 0.4, ("arithmetic", "code"): 0.4, ("arithmetic", "safe"): 0.4},
+    "one harms": {("safe", "arithmetic"): -0.25, ("safe", "sort"): -0.25, ("safe", "code"): -0.25},
+    "hardest harms": {("sort", "arithmetic"): -0.25, ("sort", "code"): -0.25, ("sort", "safe"): -0.25},
+}
+"""Name -> pair of tasks -> practice of either that an informative group of the other adds."""
+TRANSFER_POLICIES = ("uniform", "deficit_learnability", "learnability", "tac")
+TRANSFER_SEEDS, SEEN, NOISE = 10, 0.4, 0.15
+"""A measured cosine is ``SEEN`` times the transfer, with noise of this standard deviation."""
 
 
 def sample(task: str, level: float, num_prompts: int, stream: random.Random) -> TaskStats:
@@ -58,6 +70,33 @@ def learn(policy: str, seed: int, steps: int = 1500) -> tuple[float, float, floa
     return worst[-1], mean(worst), mean(levels.values())
 
 
+def learn_with_transfer(policy: str, planted: str, seed: int, steps: int = 1000) -> tuple[float, float]:
+    """Return the worst task's level and the tasks' mean at the end; updates also change other tasks."""
+    pairs = TRANSFER[planted] | {(b, a): c for (a, b), c in TRANSFER[planted].items()}
+    scheduler, stream = bound(policy, dict.fromkeys(STARTS, 1.0)), random.Random(seed)
+    practice, levels = dict.fromkeys(STARTS, 0.0), dict(STARTS)
+    for step in range(steps):
+        quotas = scheduler.quotas(PROMPTS, step)
+        stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
+        if scheduler.compares_gradients(step):
+            for task, other in itertools.combinations(stats, 2):
+                cosine = SEEN * pairs.get((task, other), 0.0) + stream.gauss(0.0, NOISE)
+                stats[task] = with_metric(stats[task], f"cosine/{other}", cosine)
+                stats[other] = with_metric(stats[other], f"cosine/{task}", cosine)
+        scheduler.update(stats, step)
+        for task, own in stats.items():
+            for other in practice:
+                practice[other] += own.num_informative * (task == other or pairs.get((task, other), 0.0))
+        practice = {task: max(0.0, number) for task, number in practice.items()}
+        levels = {t: 1.0 - (1.0 - STARTS[t]) * math.exp(-practice[t] / TAUS[t]) for t in STARTS}
+    return min(levels.values()), mean(levels.values())
+
+
+def with_metric(stats: TaskStats, name: str, value: float) -> TaskStats:
+    """Return ``stats`` with one more metric."""
+    return replace(stats, metrics={**stats.metrics, name: value})
+
+
 def off(policy: str, seed: int, steps: int = 600) -> list[float]:
     """Return how far the shares lie from the weights 1:2:1 while three tasks stand at one level."""
     weights = {"a": 0.25, "b": 0.5, "c": 0.25}
@@ -82,6 +121,13 @@ def main() -> None:
         shown = f"{distance:.3f}" if policy != "uniform" else "-"
         cells = " | ".join(f"{figure:.3f}" for figure in figures)
         sys.stdout.write(f"| `{policy}` | {cells} | {shown} |\n")
+    sys.stdout.write("\n| policy | " + " | ".join(TRANSFER) + " |\n|---|" + "---|" * len(TRANSFER) + "\n")
+    for policy in TRANSFER_POLICIES:
+        pairs = []
+        for planted in TRANSFER:
+            found = [learn_with_transfer(policy, planted, seed) for seed in range(TRANSFER_SEEDS)]
+            pairs.append(" / ".join(f"{mean(run[i] for run in found):.3f}" for i in range(2)))
+        sys.stdout.write(f"| `{policy}` | {' | '.join(pairs)} |\n")
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ CLAIM = Claim(
         Arm(name="deficit_learnability", settings={"policy": "deficit_learnability"}),
         Arm(name="mt_grpo", settings={"policy": "mt_grpo"}),
         Arm(name="static_tuned", settings={"policy": "static", "weights": dict(TUNED_STATIC)}),
+        Arm(name="learnability", settings={"policy": "learnability"}),
+        Arm(name="tac", settings={"policy": "tac"}),
         Arm(
             name="patience_literal",
             settings={"policy": "patience", "policy_config": {"patience": 25, "literal": True}},

@@ -178,6 +178,11 @@ def _task(name: str, entry: Mapping[str, Any], run: SuiteRun, folder: Path) -> d
     }
 
 
+def twin(name: str, run: SuiteRun) -> dict[str, Any]:
+    """Return the entry of a second task with the rows of ``name``, drawn in another order."""
+    return _task(name, TASKS[name], run, run.directory / "runs" / f"{run.name}-twin" / str(run.seed))
+
+
 def _rows(name: str, seed: int, split: Any, number: int) -> Sequence[dict[str, Any]]:
     return build_rows(SUITE[name], seed=seed, split=split, num_rows=number)
 

@@ -12,7 +12,8 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import Direction, TaskStats
 from multitask_rl.statistics.intervals import summarise
 
-ADAPTIVE = ("patience", "deficit_learnability", "straggler", "mt_grpo", "learnability", "bandit")
+TAC = "multitask_rl.curriculum.tac:TAC"
+ADAPTIVE = ("patience", "deficit_learnability", "straggler", "mt_grpo", "learnability", "bandit", TAC)
 BY_LEVEL = tuple(policy for policy in ADAPTIVE if policy != "patience")
 """``patience`` counts steps since a rise, which chance spreads between equal tasks."""
 GROUP = 8

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +14,7 @@ from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.patience import Patience
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
+from multitask_rl.curriculum.tac import TAC
 from multitask_rl.records import TaskStats
 
 MANY = 10**9
@@ -201,6 +204,51 @@ def test_learnability_equals_the_formula_and_prefers_middling_difficulty() -> No
     assert policy.weights() == pytest.approx(softmax(spreads, 0.1), rel=1e-4)
 
 
+def _with_cosines(stats: dict[str, TaskStats], cosines: dict[str, float]) -> dict[str, TaskStats]:
+    """Return ``stats`` with the cosine of each pair, named by its two letters, at both tasks."""
+    more = {t: {f"cosine/{p.replace(t, '')}": c for p, c in cosines.items() if t in p} for t in stats}
+    return {t: replace(own, metrics={**own.metrics, **more[t]}) for t, own in stats.items()}
+
+
+def test_tac_equals_the_formula_and_is_learnability_without_cosines() -> None:
+    spreads = {"a": 0.4, "b": 0.4, "c": 0.3}
+    settings = {"smoothing": 0.5, "temperature": 0.1}
+    stats = {t: _stats(t, 0.5, std=s) for t, s in spreads.items()}
+    tac, plain = _build(TAC, "abc", alpha=2.0, **settings), _build(Learnability, "abc", **settings)
+    for policy in (tac, plain):
+        policy.update(stats, 0)
+    assert tac.weights() == plain.weights()
+    for step in range(1, 2_001):  # the same cosines again and again are certain
+        tac.update(_with_cosines(stats, {"ab": 0.5, "ac": 0.1, "bc": -0.9}), step)
+    assert isinstance(tac, TAC)
+    assert max(tac.transfer_error(t) for t in "abc") < 0.02
+    transfer = {"a": 0.3, "b": -0.2, "c": -0.4}
+    assert tac.transfer == pytest.approx(transfer)
+    scores = {t: spreads[t] * (1.0 + 2.0 * transfer[t]) for t in "abc"}
+    assert tac.weights() == pytest.approx(softmax(scores, 0.1), rel=0.05)
+
+
+def test_tac_follows_planted_transfer_through_noise_and_goes_on_as_it_was() -> None:
+    planted = {"ab": 0.3, "ac": 0.3, "ad": 0.0, "bc": 0.0, "bd": -0.3, "cd": -0.3}
+    stream, tac, still = random.Random(0), _build(TAC, "abcd"), _build(TAC, "abcd")
+    again: SchedulerPolicy | None = None
+    for step in range(400):
+        stats = {t: _stats(t, 0.5, std=0.4, num_prompts=100) for t in "abcd"}
+        noise = {pair: stream.gauss(0.0, 0.2) for pair in planted}
+        tac.update(_with_cosines(stats, {p: c + noise[p] for p, c in planted.items()}), step)
+        still.update(_with_cosines(stats, noise), step)
+        if step == 200:
+            again = _build(TAC, "abcd")
+            again.load_state_dict(tac.state_dict())
+        elif again is not None:
+            again.update(_with_cosines(stats, {p: c + noise[p] for p, c in planted.items()}), step)
+    shares = tac.weights()
+    assert shares["a"] > 0.35 > 0.2 > shares["d"]
+    assert still.weights() == pytest.approx(dict.fromkeys("abcd", 0.25), abs=0.05)
+    assert again is not None
+    assert again.weights() == shares
+
+
 def test_bandit_is_paid_in_progress_and_keeps_exploring() -> None:
     policy = _build(Bandit, "ab", smoothing=1.0, rate=0.1, share=0.0, exploration=0.2)
     for step, reward in enumerate((0.1, 0.2, 0.3)):
@@ -212,8 +260,8 @@ def test_bandit_is_paid_in_progress_and_keeps_exploring() -> None:
     assert policy.weights()["a"] == pytest.approx(0.9, abs=0.01)
 
 
-@pytest.mark.parametrize("cls", [Straggler, MTGRPO, Learnability, Bandit])
-@pytest.mark.parametrize("key", ["smoothing", "exponent", "rate", "temperature"])
+@pytest.mark.parametrize("cls", [Straggler, MTGRPO, Learnability, Bandit, TAC])
+@pytest.mark.parametrize("key", ["smoothing", "exponent", "rate", "temperature", "alpha"])
 def test_negative_settings_are_refused(cls: type[SchedulerPolicy], key: str) -> None:
     if key in cls.Config.__dataclass_fields__:
         with pytest.raises(ValueError, match=key):

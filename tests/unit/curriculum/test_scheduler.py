@@ -22,6 +22,7 @@ POLICIES = (
     "mt_grpo",
     "learnability",
     "bandit",
+    "multitask_rl.curriculum.tac:TAC",
 )
 
 
