@@ -91,7 +91,11 @@ def main_compare(argv: Sequence[str]) -> int:
                 "`multitask-rl report RUN` shows one"
             )
         spendings = [
-            [read_spending(run.directory / "metrics.jsonl", arm.tasks) for run in arm.runs] for arm in arms
+            [
+                read_spending(run.directory / "metrics.jsonl", arm.tasks if options.html else [])
+                for run in arm.runs
+            ]
+            for arm in arms
         ]
         result = compare(arms, options.step)
         result |= costs(arms, spendings, options.step, options.level)

@@ -75,7 +75,7 @@ def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Sp
         found.lines = [last[step] for step in found.steps]
         found.spent = {key: list(itertools.accumulate(own)) for key, own in each.items()}
         names = {task: f"task/{task}/reward_mean".encode() for task in tasks}
-        for offset, step in lines[:: max(1, math.ceil(len(lines) / most_lines))]:
+        for offset, step in lines[:: max(1, math.ceil(len(lines) / most_lines))] if names else ():
             stream.seek(offset)
             line = stream.readline()
             at = 0
