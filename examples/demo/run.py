@@ -88,12 +88,17 @@ def _share(text: str) -> float:
 def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:
     document, where = load_yaml(CONFIG)
     config: RunConfig = build_dataclass(RunConfig, document, where)
-    directory = options.directory.resolve()
+    here = Path.cwd()
+
+    def shown(path: Path) -> str:
+        """As the configuration's file names it, so that runs of both compare as equal."""
+        return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
     return replace(
         config,
-        tasks_file=str(prepared.tasks_file),
-        model=replace(config.model, name_or_path=str(prepared.actor)),
-        output_dir=str(directory / "run"),
+        tasks_file=shown(prepared.tasks_file),
+        model=replace(config.model, name_or_path=shown(prepared.actor)),
+        output_dir=shown(options.directory.resolve() / "run"),
         seed=options.seed,
         max_steps=options.max_steps or config.max_steps,
     )
