@@ -103,7 +103,13 @@ def check_plugin(
         groups = {info.group for info in list_plugins() if info.name == name_or_ref}
         kind = next((kind for kind, one in KINDS.items() if one.group in groups), "reward")
     elif kind is None:
-        kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "reward")
+        kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "")
+        if not kind:
+            try:
+                find_plugin("reward", name_or_ref, "check")
+            except PluginError as error:
+                others = ", ".join(KINDS)
+                raise PluginError(f"{error} If it is no reward, name its kind: --kind {others}") from error
     if kind not in ("reward", "constraint"):
         suite = pkgutil.resolve_name(f"{KINDS[kind].suite}:check_{kind}")
         own = {"row": row} if kind == "environment" else {}

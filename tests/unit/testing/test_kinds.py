@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from multitask_rl.errors import PluginError
 from multitask_rl.plugins import ALGORITHMS, GUARDS, SCHEDULERS, TRACKERS, list_plugins
 from multitask_rl.testing import (
     assert_algorithm_contract,
@@ -258,3 +259,11 @@ def test_what_an_environment_needs_beyond_a_row_is_not_tried(tmp_path: Path) -> 
     assert report.kind == "environment"
     assert report.passed
     assert "not tried, give --row (data failure" in report.text()
+
+
+def test_an_object_of_an_unknown_kind_names_the_option_that_tells_it(tmp_path: Path) -> None:
+    file = tmp_path / "guards.py"
+    file.write_text("from multitask_rl import SafetyGuard\n\n\nclass Mine(SafetyGuard):\n    pass\n")
+    with pytest.raises(PluginError, match=r"has no method score.* name its kind: --kind .*guard"):
+        check_plugin(f"{file}:Mine")
+    assert check_plugin(f"{file}:Mine", kind="guard").passed
