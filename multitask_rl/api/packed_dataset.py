@@ -30,7 +30,8 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         pack_to_max_length: fill sequences with rows, longest first (first-fit decreasing); False = a row a
             sequence.
         tokenizer: reads texts; needed unless every row holds ``input_ids``.
-        pad_to_max_length: pad every sequence to ``max_seq_len``, so that items can be stacked.
+        pad_to_max_length: pad every sequence to ``max_seq_len``. The batches of a torch ``DataLoader`` are
+            padded to their longest sequence in any case.
 
     Raises:
         ConfigError: ``max_seq_len`` below 1, or (on first use) texts without a tokenizer.
@@ -97,14 +98,23 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
             positions += range(len(tokens))
             labels += [t if i >= max(first_learned, 1) else IGNORED for i, t in enumerate(tokens)]
             sequences += [number] * len(tokens)
-        if self.pad_to_max_length and (missing := self.max_seq_len - len(ids)):
-            pad = getattr(self.tokenizer, "pad_token_id", None) or 0
-            ids += [pad] * missing
-            positions += range(missing)
-            labels += [IGNORED] * missing
-            sequences += [-1] * missing
         named = {"input_ids": ids, "position_ids": positions, "labels": labels, "sequence_ids": sequences}
-        return {name: torch.tensor(values) for name, values in named.items()}
+        item = {name: torch.tensor(values) for name, values in named.items()}
+        return self._padded(item, self.max_seq_len) if self.pad_to_max_length else item
+
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return sequences padded to the longest of them: what a ``DataLoader`` stacks to a batch."""
+        items = [self[index] for index in indices]
+        length = max(len(item["input_ids"]) for item in items)
+        return [self._padded(item, length) for item in items]
+
+    def _padded(self, item: Mapping[str, Tensor], length: int) -> dict[str, Tensor]:
+        missing = length - len(item["input_ids"])
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+        values = {"input_ids": pad, "labels": IGNORED, "sequence_ids": -1}
+        tails = {name: torch.full((missing,), value) for name, value in values.items()}
+        tails["position_ids"] = torch.arange(missing)
+        return {name: torch.cat([tensor, tails[name]]) for name, tensor in item.items()}
 
     @property
     def fill(self) -> float:

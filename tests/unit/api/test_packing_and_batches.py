@@ -93,6 +93,15 @@ def test_only_the_response_is_learned_from_and_padding_never_is() -> None:
     assert item["sequence_ids"].tolist() == [0] * 5 + [1] * 2 + [-1] * 9
 
 
+def test_a_loader_pads_a_batch_to_its_longest_sequence() -> None:
+    dataset = PackedDataset([{"input_ids": [7] * length} for length in (2, 5)], 6)
+    (batch,) = DataLoader(dataset, batch_size=2)
+    assert batch["input_ids"].tolist() == [[7] * 5, [7, 7, 0, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
+    assert batch["labels"].tolist() == [[-100, 7, 7, 7, 7], [-100, 7, -100, -100, -100]]
+    assert batch["sequence_ids"].tolist() == [[0] * 5, [0, 0, -1, -1, -1]]
+
+
 def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(DataError, match="no rows"):
         PackedDataset([], 16)
