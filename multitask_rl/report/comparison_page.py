@@ -67,7 +67,10 @@ def render_comparison_page(
         name = f"{arms[0]['name']} against {arms[1]['name']}"
     data = {
         "name": name,
-        "subtitle": f"{len(arms)} arms, {num_runs} runs, {len(tasks)} tasks",
+        "subtitle": ", ".join(
+            f"{number} {word}{'s' * (number != 1)}"
+            for number, word in ((len(arms), "arm"), (num_runs, "run"), (len(tasks), "task"))
+        ),
         "arms": arms,
         "tasks": tasks,
         "lower": lower,
@@ -194,26 +197,27 @@ def _side_by_side(runs: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
     shared.sort(key=lambda item: (-len(item[1]), -max(step for own in item[1].values() for step, *_ in own)))
     found: list[dict[str, Any]] = []
     size = 0
-    for (task, prompt), of_arms in shared[:_MOST_PROMPTS]:
+    for _, of_arms in shared[:_MOST_PROMPTS]:
         answers: list[list[dict[str, Any]]] = [[] for _ in runs]
         first: dict[str, Any] = {}
         for arm, found_at in of_arms.items():
-            for _, number, offset, length in sorted(found_at, reverse=True)[:_MOST_ANSWERS]:
+            for step, number, offset, length in sorted(found_at, reverse=True)[:_MOST_ANSWERS]:
                 run = runs[arm][number]
                 sample = _line(run.directory / "rollouts.jsonl", offset, length)
                 first = first or sample
-                answers[arm].append(_answer(sample, run.config.get("seed")))
+                answers[arm].append({"step": step, "seed": run.config.get("seed"), **_answer(sample)})
         rewards = [
             math.fsum(known) / len(known)
             for own_answers in answers
             if (known := [a["reward"] for a in own_answers if a["reward"] is not None])
         ]
-        row = first.get("row") or {}
+        row = first.get("row")
+        row = row if isinstance(row, dict) else {}
         reference = row.get("reference", row.get("answer", ""))
         found.append(
             {
-                "task": json.loads(task),
-                "id": json.loads(prompt),
+                "task": str(first.get("task", "?")),
+                "id": str(first.get("prompt_id", "?")),
                 "prompt": clipped(str(first.get("prompt", "")), _MOST_CHARACTERS),
                 "reference": clipped(
                     reference if isinstance(reference, str) else json.dumps(reference), 2_000
@@ -223,9 +227,7 @@ def _side_by_side(runs: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
                 "answers": answers,
             }
         )
-        size += sum(len(a["response"]) for own_answers in answers for a in own_answers) + len(
-            found[-1]["prompt"]
-        )
+        size += len(found[-1]["prompt"]) + sum(len(a["response"]) for own in answers for a in own)
         if size > _TEXT_BYTES:
             break
     note = "Of each run the newest stored samples were read. " if is_cut else ""
@@ -245,7 +247,7 @@ def _line(path: Path, offset: int, length: int) -> dict[str, Any]:
     return line if isinstance(line, dict) else {}
 
 
-def _answer(line: Mapping[str, Any], seed: object) -> dict[str, Any]:
+def _answer(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the page shows of one stored sample."""
     reward, failure = line.get("reward"), line.get("failure")
     marks = {
@@ -254,8 +256,6 @@ def _answer(line: Mapping[str, Any], seed: object) -> dict[str, Any]:
         "cut": line.get("finish_reason") == "length",
     }
     return {
-        "step": int(line.get("step", 0)),
-        "seed": seed,
         "reward": _rounded(float(reward)) if isinstance(reward, int | float) else None,
         "marks": [name for name, is_so in marks.items() if is_so],
         "response": clipped(str(line.get("response", "")), _MOST_CHARACTERS),

@@ -71,12 +71,16 @@ def test_the_same_prompt_has_the_newest_answers_of_each_arm(tmp_path: Path) -> N
     alone = [sample(4, prompt_id="sums/2", response="alone")]
     runs = arm(tmp_path / "a", 0.1, 1, rollouts=own + alone) + arm(tmp_path / "b", 0.2, 1, rollouts=other)
     with (tmp_path / "a" / "0" / "rollouts.jsonl").open("a") as lines:
+        lines.write('{"step": 7, "task": "sums", "prompt_id": "sums/3", "reward": }\n')  # damaged
         lines.write('{"step": 9, "task": "sums", "prompt_id": "sums/1", "resp')  # a kill
+    with (tmp_path / "b" / "0" / "rollouts.jsonl").open("a") as lines:
+        lines.write('{"step": 7, "task": "sums", "prompt_id": "sums/3", "row": 3}\n')
     text, data = page_of(*runs, page=tmp_path / "page.html")
-    (one,) = json.loads(zlib.decompress(base64.b64decode(data["stored"]["texts"])))
+    damaged, one = json.loads(zlib.decompress(base64.b64decode(data["stored"]["texts"])))
     assert [answer["response"] for answer in one["answers"][0]] == ["a5", "a4", "a3"]
     assert one["answers"][1][0] == {"step": 3, "seed": 0, "reward": 1.0, "marks": ["cut"], "response": EVIL}
     assert (one["apart"], one["prompt"]) == (0.5, "1+1")
+    assert (damaged["id"], damaged["answers"][0][0]["response"]) == ("sums/3", "")
     assert text.count("</script>") == 2
     assert "alert(1)<" not in text
 
