@@ -132,7 +132,9 @@ def test_a_world_that_dies_while_the_engine_samples_its_turn_begins_again_once(r
     assert [r.prompt.draw for r in rollouts] == [0, 1, 2]
     assert all(r.failure is None and r.earned == 2.0 and len(r.turns) == 2 for r in rollouts)
     assert sum(engine.num_answers) > 6, "answers of the first tries are lost"
-    lines = (tmp_path / "log").read_text().split()
+    until = time.monotonic() + 10.0  # a world closes after its episode has been returned
+    while (lines := (tmp_path / "log").read_text().split()).count("closed") < 3 and time.monotonic() < until:
+        time.sleep(0.02)
     assert (lines.count("built"), lines.count("closed")) == (6, 3)
 
 
