@@ -118,7 +118,8 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
     else:
         if isinstance(data, bytes) or not isinstance(data, Iterable):
             raise DataError(
-                f"{where}: expected a path, a list of rows, a datasets.Dataset or a DatasetDict, got "
+                f"{where}: expected a path, a list of rows, a data set of datasets (Dataset, DatasetDict, "
+                f"IterableDataset, IterableDatasetDict), or a mapping split -> one of them, got "
                 f"{type(data).__name__}"
             )
         if not isinstance(data, Sized) and not hasattr(data, "load_state_dict"):

@@ -334,9 +334,10 @@ def check_rows(
             text = repr(dict(row))
             text = f"{text[:120]}{'...' * (len(text) > 120)}"
             label = text if row.get("id") is None else repr(str(row["id"]))
+            place = repr(spec.dataset) if spec.dataset else "the rows given"
             raise DataError(
-                f"{spec.source or 'tasks'}: tasks.{spec.name}: row {label} of "
-                f"{spec.dataset or 'the dataloader'!r} lacks {', '.join(sorted(missing))}, which the prompt "
-                f"or a plugin reads (columns: {', '.join(map(str, row)) or 'none'})"
+                f"{spec.source or 'tasks'}: tasks.{spec.name}: row {label} of {place} lacks "
+                f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
+                f"(columns: {', '.join(map(str, row)) or 'none'})"
             )
         render_content(spec, row)

@@ -9,7 +9,7 @@ from model_builders import build_model, build_tokenizer
 from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer
 from multitask_rl.config import get_ppo_default_config
 from multitask_rl.config.run import RunConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, DataError
 from plain_rewards import digits
 
 PROMPTS = [f"{i}+{i}=" for i in range(8)]
@@ -127,6 +127,10 @@ def test_what_is_missing_is_said_before_a_model_loads(
     tagged = [{"task": name, "prompt": "a"} for name in ("x", "y")]
     with pytest.raises(ConfigError, match="the rows name 2 tasks"):
         RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(tagged)
+    with pytest.raises(DataError, match=r"row \{'text': 'a'\} of the rows given lacks prompt"):
+        RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train([{"text": "a"}])
+    with pytest.raises(DataError, match=r"IterableDatasetDict.*, got int"):
+        RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(5)
 
 
 def test_the_variable_that_cuts_runs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
