@@ -19,11 +19,24 @@ ALONE = (
 """How the paths of their files begin, from this folder."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files whose tests ``-m alone`` or ``-m "not alone"`` leaves out."""
+    unwanted = {"alone": False, "not alone": True}.get(config.option.markexpr)
+    if unwanted is None or not collection_path.match("test_*.py"):
+        return None
+    return True if is_alone(collection_path) == unwanted else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of those files."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).as_posix().startswith(ALONE):
+        if is_alone(item.path):
             item.add_marker("alone")
+
+
+def is_alone(file: Path) -> bool:
+    """Return whether the tests of ``file`` have the machine to themselves."""
+    return file.relative_to(Path(__file__).parent).as_posix().startswith(ALONE)
 
 
 gc.disable()  # until all test files are imported
