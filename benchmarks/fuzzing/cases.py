@@ -356,11 +356,12 @@ def _record(rng: random.Random) -> Case:
         lines = [json.loads(line) for line in files[f"run/{name}"].splitlines()]
         changed = mutate_tree(rng, lines, WORDS)
         files[f"run/{name}"] = _jsonl(changed if isinstance(changed, list) else [changed])
-    commands = {
-        "rollouts.jsonl": [["rescore", "run"]],
-        "config.yaml": [["report", "run"], ["compare", "run", "run"]],
+    files |= {
+        path.replace("run/", "other/", 1): text for path, text in _run_folder().items() if "run/" in path
     }
-    command = rng.choice(commands.get(name, [["report", "run"], ["compare", "run", "run"]]))
+    compare = ["compare", "other", "run", "--html", "page.html"]
+    read_by = [["rescore", "run"], compare] if name == "rollouts.jsonl" else [["report", "run"], compare]
+    command = rng.choice(read_by)
     case = Case(kind="record", files=files, arguments=command, mutated=f"run/{name}")
     if name == "config.yaml" and rng.random() < 0.6:
         case.arguments, case.action = ["eval", "output_dir=run"], "compose"
