@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,33 @@ from multitask_rl.errors import CheckpointError
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
+SAMPLES_EVERY_S = 60.0
+"""How often a tracker with pages of its own gets samples."""
+SAMPLE_COLUMNS = ["step", "task", "prompt", "response", "reward"]
+TO_ACT_ON = ("alarm", "hacking", "rollback", "starved", "stop")
+"""Kinds of events that a person should act on."""
+
 _LOG = logging.getLogger(__name__)
+
+
+def best_and_worst(scored: Sequence[Scored]) -> list[Scored]:
+    """Return the best and the worst rollout of each task by reward; those without a reward are the worst."""
+    tasks: dict[str, list[Scored]] = {}
+    for item in scored:
+        tasks.setdefault(item.rollout.prompt.task, []).append(item)
+    found = []
+    for items in tasks.values():
+        items.sort(key=lambda item: -math.inf if item.reward is None else item.reward)
+        found += items[:: max(1, len(items) - 1)][:2]
+    return found
+
+
+def sample_rows(scored: Sequence[Scored], step: int) -> list[list[Any]]:
+    """Return a row of ``SAMPLE_COLUMNS`` for the best and the worst rollout of each task."""
+    return [
+        [step, item.rollout.prompt.task, item.rollout.prompt.text, item.rollout.response, item.reward]
+        for item in best_and_worst(scored)
+    ]
 
 
 class Tracker:

@@ -41,7 +41,7 @@ from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
-from multitask_rl.tracking.base import Tracker
+from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
 from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 if TYPE_CHECKING:
@@ -63,8 +63,6 @@ _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _MADE_WITHIN_S = 600.0
 """A database that is being made is not older."""
-_TRACES_EVERY_S = 60.0
-"""Writing a trace takes a tenth of a second."""
 _HEADLINES = {
     r"task/([^/]+)/eval": r"at_a_glance/held_out.\1",
     r"macro/eval": "at_a_glance/held_out",
@@ -477,16 +475,11 @@ class MLflowTracker(Tracker):
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """Queue the best and the worst rollout of each task as traces, once a minute."""
         now = time.monotonic()
-        if self._worker is None or now - self._traced_s < _TRACES_EVERY_S:
+        if self._worker is None or now - self._traced_s < SAMPLES_EVERY_S:
             return
         self._traced_s = now
-        chosen: dict[str, list[Scored]] = {}
-        for item in scored:
-            chosen.setdefault(item.rollout.prompt.task, []).append(item)
-        for items in chosen.values():
-            items.sort(key=lambda item: -math.inf if item.reward is None else item.reward)
-            for item in items[:: max(1, len(items) - 1)][:2]:
-                self._offer("traces", partial(self._send_trace, scored_to_dict(item, step)))
+        for item in best_and_worst(scored):
+            self._offer("traces", partial(self._send_trace, scored_to_dict(item, step)))
 
     def _send_trace(self, line: Mapping[str, Any]) -> None:
         """Write one rollout: its messages, a span per turn, rewards and verdicts as assessments."""
