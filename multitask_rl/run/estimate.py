@@ -257,7 +257,12 @@ def num_checkpoints(config: CheckpointConfig, max_steps: int) -> int:
 def has_reference(plan: RunPlan) -> bool:
     """Whether the run keeps a copy of the first weights: a task has a KL term, or measures the KL."""
     return not plan.config.model.lora.rank and any(
-        measures_kl(plan.algorithms[name]) or (spec.kl.coefficient > 0 and not spec.evaluation_only)
+        measures_kl(plan.algorithms[name])
+        or (
+            spec.kl.coefficient > 0
+            and not spec.evaluation_only
+            and (spec.weight > 0 or bool(spec.min_share))  # else it gets no prompts
+        )
         for name, spec in plan.specs.items()
     )
 

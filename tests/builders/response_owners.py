@@ -95,7 +95,12 @@ OWNERS = (
     ),
     Owner(
         name="records and trackers",
-        modules=("multitask_rl.records", "multitask_rl.tracking.jsonl"),
+        modules=(
+            "multitask_rl.records",
+            "multitask_rl.tracking.jsonl",
+            "multitask_rl.tracking.base",
+            "multitask_rl.tracking.tensorboard",
+        ),
         process="trainer",
         size="whole, `tracking.store_rollouts` per task and step",
         limits="linear",

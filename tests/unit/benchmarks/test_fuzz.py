@@ -161,7 +161,15 @@ def test_a_compressed_file_that_fills_the_memory_is_refused(
     assert len(readers.read_file(tmp_path / "text.jsonl.gz")) == 1000
 
 
-def test_a_campaign_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def resident_mib() -> int:
+    """Return the memory of this process, which the forked cases begin with: that of all tests before."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+def test_a_campaign_finds_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fuzzing.pool.MEMORY_MIB", resident_mib() + 600)
     kinds = [word for kind in KINDS if kind != "checkpoint" for word in ("--kind", kind)]
     assert fuzz.main(["--n", "210", "--seed", "7", "--processes", "2", *kinds]) == 0, capsys.readouterr().out
 
@@ -178,7 +186,7 @@ def test_the_pool_notices_what_hangs_dies_and_eats_memory(
 ) -> None:
     monkeypatch.setattr("fuzzing.pool.HANG_S", 3.0)  # of the processor: filling memory takes some, too
     assert outcome(tmp_path).verdict == "valid"  # what is imported once is imported before the fork
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+    resident = resident_mib()
     monkeypatch.setattr("fuzzing.pool.MEMORY_MIB", resident + 100)
     codes = [
         "while True: pass",

@@ -10,6 +10,7 @@ import pytest
 from multitask_rl.cli import main
 from multitask_rl.config.run import CheckpointConfig, ModelConfig
 from multitask_rl.run import estimate
+from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
 from run_builders import build_tokenizer, run_config, write_run
 
@@ -44,6 +45,13 @@ def test_weights_optimizer_and_checkpoints_are_counted_as_a_run_makes_them(here,
     (*_, newest) = sorted(Path(config.output_dir, "checkpoints").iterdir())
     size = sum(f.stat().st_size for f in newest.rglob("*.safetensors"))
     assert disk["a checkpoint"] == pytest.approx(size, rel=0.1)  # the files' own heads
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(1.0, True), (0.0, False)])
+def test_a_task_without_prompts_keeps_no_reference(tmp_path, weight, expected):
+    other = "  other: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}"
+    write_run(tmp_path, f"{KL.replace('{type', f'{{weight: {weight}, type')}{other}\n")
+    assert estimate.has_reference(plan_run(run_config(tmp_path, "planned", 1))) == expected
 
 
 def test_adapters_are_what_trains(here):

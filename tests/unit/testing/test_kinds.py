@@ -55,6 +55,8 @@ def test_a_bundled_task() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("name", names(TRACKERS))
 def test_bundled_trackers(name: str) -> None:
+    if name in ("trackio", "wandb"):
+        pytest.importorskip(name)
     assert_contract("tracker", name)
 
 

@@ -257,8 +257,8 @@ def test_records_that_cannot_be_written_end_the_run(tmp_path: Path, what: str) -
 
 
 def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"'wandb'.*console, jsonl, mlflow"):
-        Trackers(tmp_path, TrackingConfig(trackers=["wandb"]), None)
+    with pytest.raises(PluginError, match=r"'aim'.*console, jsonl, mlflow"):
+        Trackers(tmp_path, TrackingConfig(trackers=["aim"]), None)
 
 
 def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
