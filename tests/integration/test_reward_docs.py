@@ -96,6 +96,8 @@ def command(line: str, folder: Path) -> None:
         return
     if "train" in arguments and not (folder / "MODEL").exists():
         build_actor().save(folder / "MODEL")
+    if arguments[0] == "train":  # MLflow takes seconds of each run, and no page reads its store
+        arguments.append("tracking.trackers=[console,jsonl]")
     shell(folder, program, arguments)
 
 
