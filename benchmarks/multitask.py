@@ -29,6 +29,9 @@ CLAIMS = {
     "guard": "claims.guard",
     "overoptimisation": "claims.overoptimisation",
     "turns": "claims.turns",
+    "smollm2": "claims.smollm2",
+    "smollm2_static": "claims.smollm2_static",
+    "razor": "claims.razor",
 }
 """Name on the command line -> module with ``CLAIM``."""
 
@@ -65,7 +68,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0, help="settings were tuned on seeds from 100 on")
     parser.add_argument("--steps", type=int, default=0, help="training steps (default: the claim's)")
     parser.add_argument("--arms", nargs="*", default=[], help="only these")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="runs at once")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at once; 0 = only the table of what has finished",
+    )
     parser.add_argument("--directory", type=Path, default=Path("runs/claims"), help="models, data, results")
     parser.add_argument("--json", type=Path, help="result file; the table goes beside it as .md")
     parser.add_argument("--render", type=Path, help="only print the table of this result file")

@@ -8,6 +8,8 @@ in one run: one process with one thread, one process with as many threads as ran
 each. Memory is what a process has more than before the update, at its highest, from ``/proc`` (Linux).
 *Weights*: a larger actor and few samples, every rank with a copy of the weights, a part (sharded) or a part
 of every layer (tensor). Memory is what the last rank takes for it, less what one with a tiny actor takes.
+*Trainer*: the same for rank 0 of sharded ranks: what this process has more than before it loaded the actor,
+after updates, and at most while it reads all weights one by one, as an engine does.
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ def main() -> None:
             "machine": machine(),
         }
         result["weights"] = compare_weights(folder, ragged_groups()[:8], args)
+        result["trainer"] = weigh_trainer(f"{folder}/larger", ragged_groups()[:8], args)
     text = json.dumps(result, indent=1) + "\n"
     sys.stdout.write(text)
     if args.json:
@@ -157,6 +160,29 @@ def weigh(
     # the first update makes the optimizer's state
     middle = [statistics.median(column) for column in zip(*figures[1:], strict=True)]
     return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True))
+
+
+def weigh_trainer(folder: str, samples: list[CreditedSample], args: argparse.Namespace) -> dict[str, float]:
+    """Return MiB of rank 0 of sharded ranks, at rest and while an engine reads the weights, and seconds."""
+    own = os.getpid()
+    before = begin_peak(own)
+    learner, _ = build(folder, args.ranks, 1, sharded=True)
+    actor = learner.backend.runner.actor
+    torch.set_num_threads(1)
+    try:
+        for turn in range(2):
+            learner.update(samples, shares={"t": 1.0}, step=turn)
+        at_rest = begin_peak(own)
+        began = time.perf_counter()
+        num_bytes = sum(weight.nbytes for weight in actor.state_dict().values())
+        return {
+            "weights_mib": num_bytes / 2**20,
+            "seconds_to_read": time.perf_counter() - began,
+            "at_rest_mib": at_rest - before,
+            "more_while_read_mib": peak(own) - at_rest,
+        }
+    finally:
+        learner.backend.close()
 
 
 def build(

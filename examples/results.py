@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.records import Direction, Event, TaskEvaluation
-from multitask_rl.statistics.intervals import compare_means
+from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.trainer import Trainer
 
 __all__ = ["Evaluations", "print_next_steps", "print_prepared", "print_run", "print_table", "summarise"]
@@ -23,9 +23,27 @@ NUM_WEIGHT_ROWS = 8
 def summarise(trainer: Trainer, before: Evaluations, after: Evaluations, **further: Any) -> dict[str, Any]:
     """Return the content of ``summary.json``; ``further`` are values of its own keys."""
     return {
-        "tasks": {name: {"before": _figures(before[name]), "after": _figures(after[name])} for name in after},
+        "tasks": {
+            name: {
+                "before": _figures(before[name]),
+                "after": _figures(after[name]),
+                "difference": [change.delta, change.low, change.high],
+                "verdict": verdict,
+            }
+            for name, (change, verdict) in _changes(before, after).items()
+        },
         **further,
         "guard_events": [asdict(event) for event in _guard_events(trainer)],
+    }
+
+
+def _changes(before: Evaluations, after: Evaluations) -> dict[str, tuple[Difference, str]]:
+    """Return per task the paired difference of its primary metric, and the verdict corrected by Holm."""
+    found = {n: compare_means(before[n].values, own.values, paired=True) for n, own in after.items()}
+    corrected = holm([change.p_value for change in found.values()])
+    return {
+        name: (change, change.verdict(after[name].primary.direction is not Direction.lower, p_value))
+        for (name, change), p_value in zip(found.items(), corrected, strict=True)
     }
 
 
@@ -50,16 +68,19 @@ def print_prepared(directory: Path, figures: Mapping[str, Mapping[str, Any]], se
 
 
 def print_table(title: str, before: Evaluations, after: Evaluations) -> None:
-    """Print per task the primary metric and further ones, before and after, with their paired difference."""
-    print(f"\n{title} (mean [95 % interval], paired difference)")
-    width = max(map(len, after))
+    """Print per task the primary metric and further ones, before and after, with their paired difference.
+
+    A verdict is corrected for the number of tasks (Holm).
+    """
+    print(f"\n{title} (mean [95 % interval], paired difference, verdict corrected for {len(after)} tasks)")
+    width, changes = max(map(len, after)), _changes(before, after)
     for name, evaluation in after.items():
         first = before[name]
-        change = compare_means(first.values, evaluation.values, paired=True)
+        change, verdict = changes[name]
         print(
             f"  {name:<{width}}  {evaluation.metric:<20} {_interval(first)} -> {_interval(evaluation)}"
             f"  n {evaluation.primary.n}  {change.delta:+.3f} [{change.low:+.3f}, {change.high:+.3f}]"
-            f" {change.verdict(evaluation.primary.direction is not Direction.lower)}"
+            f" {verdict}"
         )
         for metric in _secondary(evaluation):
             print(

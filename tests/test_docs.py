@@ -1,7 +1,9 @@
 """The pages: all are in the site's navigation, and every link leads to a file and a heading that exist."""
 
 import ast
+import json
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -115,3 +117,15 @@ def test_recipes_are_tasks_and_commands(tmp_path: Path, monkeypatch: pytest.Monk
             seen = list[RunConfig]()
             assert compose_and_run(shlex.split(command.replace("\\\n", " ")), "train", seen.append) == 0
             assert seen[0].model.name_or_path == "MODEL"
+
+
+def test_the_cost_model_of_scale_is_what_its_script_prints_and_what_was_measured(capsys) -> None:
+    model = runpy.run_path(str(ROOT / "docs" / "simulate_scale.py"))
+    model["main"]()
+    table = capsys.readouterr().out.split("\n\n")[1]
+    assert table in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    rows = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text())["rows"]
+    for row in rows:
+        shape = {name: row[name] for name in ("parameters", "samples", "learned", "tokens")}
+        run = model["Run"](**shape, weight_bytes=4, stored=row["samples"], **{row["of"]: row["number"]})
+        assert model["traffic"](run)[row["line"]] == pytest.approx(row["bytes"], rel=0.15, abs=1)

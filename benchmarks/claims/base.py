@@ -73,16 +73,19 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     """Run what is not yet done and return the result as it is written to ``results/<claim>.json``.
 
     Every finished (arm, seed) is kept below ``options.directory`` under a hash of what determines it, so that
-    an interrupted claim goes on where it was.
+    an interrupted claim goes on where it was. With 0 ``processes`` nothing is run: the result has the arms of
+    which a seed has finished, and NaN for the other seeds.
     """
     chosen = [arm for arm in claim.arms if not arms or arm.name in arms]
-    if claim.prepare is not None:
+    if not processes:
+        chosen = [arm for arm in chosen if any(_load(claim, arm, s, options) for s in options.seeds)]
+    elif claim.prepare is not None:
         claim.prepare(options)
     jobs = [(arm, seed) for seed in options.seeds for arm in chosen]
     done = {(arm.name, seed): _load(claim, arm, seed, options) for arm, seed in jobs}
-    waiting = [(arm, seed) for arm, seed in jobs if done[arm.name, seed] is None]
+    waiting = [(arm, seed) for arm, seed in jobs if processes and done[arm.name, seed] is None]
     context, most = get_context("spawn"), claim.runs_per_process
-    with ProcessPoolExecutor(processes, mp_context=context, max_tasks_per_child=most) as pool:
+    with ProcessPoolExecutor(max(1, processes), mp_context=context, max_tasks_per_child=most) as pool:
         futures = {pool.submit(claim.run, arm, seed, options): (arm, seed) for arm, seed in waiting}
         for number, future in enumerate(as_completed(futures), start=1):
             arm, seed = futures[future]

@@ -107,7 +107,7 @@ def build_trainer(run: SuiteRun, actor: Actor | None = None) -> Trainer:
         "tracking": {"trackers": ["jsonl"], "store_rollouts": 0},
         "scoring": {"num_workers": 1},
     }
-    config: RunConfig = build_dataclass(RunConfig, _merge(document, run.overrides), Where(run.name))
+    config: RunConfig = build_dataclass(RunConfig, merged(document, run.overrides), Where(run.name))
     return Trainer.from_config(config) if actor is None else Trainer(actor, config=config)
 
 
@@ -187,9 +187,10 @@ def _rows(name: str, seed: int, split: Any, number: int) -> Sequence[dict[str, A
     return build_rows(SUITE[name], seed=seed, split=split, num_rows=number)
 
 
-def _merge(base: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the keys of ``over`` laid over it, nested ones key by key."""
+    result = dict(base)
     for key, value in over.items():
-        nested = isinstance(value, Mapping) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if nested else value
-    return merged
+        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        result[key] = merged(result[key], value) if nested else value
+    return result

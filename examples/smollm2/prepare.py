@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
@@ -29,9 +29,10 @@ from multitask_rl_tasks.safety import Safety
 from multitask_rl_tasks.sourced import SourcedTask
 from multitask_rl_tasks.suite.settings import FIGURES_FILE, cached_directory
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "data_directory", "prepare"]
 
 HERE = Path(__file__).resolve().parent
+DATA_VARIABLE = "MULTITASK_RL_DATA"
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 2000, 256, 512
 MAX_CHARS = 400
 """Longest prompt of a data set that is used: a step on two cores has few tokens."""
@@ -54,8 +55,21 @@ class Prepared:
     """Task -> why it is not trained."""
 
 
+def data_directory() -> Path | None:
+    """Return the directory of data sets that is used unless another is named; None = the hub."""
+    given, beside = os.environ.get(DATA_VARIABLE, ""), HERE.parents[2] / "shared" / "data"
+    return Path(given) if given else beside if beside.is_dir() else None
+
+
 def prepare(
-    directory: Path, seed: int, cache_dir: Path, *, model: Path | None, data: Path | None, effort: float = 1.0
+    directory: Path,
+    seed: int,
+    cache_dir: Path,
+    *,
+    model: Path | None,
+    data: Path | None,
+    effort: float = 1.0,
+    leave_out: Collection[str] = (),
 ) -> Prepared:
     """Write data, judges and the tasks file under ``directory``.
 
@@ -67,6 +81,7 @@ def prepare(
         data: directory of data sets (README.md names the files); None = the hub. Tasks without data are left
             out.
         effort: share of the judges' training, in [0.05, 1].
+        leave_out: tasks that are not wanted.
 
     Raises:
         UnavailableError: the model cannot be had.
@@ -75,7 +90,7 @@ def prepare(
     (directory / "data").mkdir(parents=True, exist_ok=True)
     packages = HERE.parents[1] / ".venv" / "smollm2"
     actor = model.resolve() if model is not None else find_model(cache_dir, packages)
-    left_out = _write_rows(directory / "data", seed, data)
+    left_out = _write_rows(directory / "data", seed, data) | dict.fromkeys(leave_out, "not wanted")
     tests: dict[str, Any] = {}
     text = Template((HERE / "tasks.yaml").read_text(encoding="utf-8"))
     tasks = yaml.safe_load(text.substitute(directory=directory.as_posix()))["tasks"]

@@ -25,7 +25,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from prepare import Prepared, prepare
+from prepare import DATA_VARIABLE, Prepared, data_directory, prepare
 from results import Evaluations, print_next_steps, print_prepared, print_run, print_table, summarise
 
 from multitask_rl.config.run import RunConfig
@@ -36,7 +36,6 @@ from multitask_rl.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIG = REPOSITORY / "configs" / "experiment" / "smollm2.yaml"
-DATA_VARIABLE = "MULTITASK_RL_DATA"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,8 +104,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    beside = REPOSITORY.parent / "shared" / "data"
-    given = os.environ.get(DATA_VARIABLE, "")
     parser.add_argument(
         "--seed", type=int, default=0, help="of generated rows, rollouts and training (default 0)"
     )
@@ -116,7 +113,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data",
         type=Path,
-        default=Path(given) if given else beside if beside.is_dir() else None,
+        default=data_directory(),
         help=f"directory of the data sets of README.md (default: ${DATA_VARIABLE}, else the hub)",
     )
     parser.add_argument(

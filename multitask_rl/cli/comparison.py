@@ -18,15 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.cli.tables import (
-    IGNORED,
-    Pair,
     add_common,
     add_page,
-    difference_rows,
     number,
     open_run,
     ruled,
-    share_prompts,
     task_table,
     write,
     write_page,
@@ -35,6 +31,7 @@ from multitask_rl.config.run import dotted
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.report.comparison_page import render_comparison_page
+from multitask_rl.report.differences import IGNORED, Pair, difference_rows, share_prompts
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
@@ -349,6 +346,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
             }
             for index, other in enumerate(others)
         ],
+        "effects": _effects(arms, step),
         "dominates": _dominances(arms, step),
         "num_verdicts": sum(not math.isnan(row["p_value"]) for row in rows.values()),
         "notes": [*_notes(arms, step), *dict.fromkeys(notes)],
@@ -412,6 +410,44 @@ def _pair(base: Arm, other: Arm, task: str, step: int | None) -> Pair:
         paired_seeds=len(first) > 1 and seeds[0] == seeds[1] and None not in seeds[0],
         crossed=crossed,
     )
+
+
+def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[str, Any]]]:
+    """Return trained task -> task -> its last evaluation against the first, of arms that train on one task.
+
+    Empty unless each arm trains on exactly one task, and no two on the same.
+    """
+    trained = [_trained(arm.runs[0].config) for arm in arms]
+    if len(arms) < 2 or any(len(own) != 1 for own in trained) or len({own[0] for own in trained}) < len(arms):
+        return {}
+    pairs: dict[tuple[str, str], Pair] = {}
+    for arm, (name,) in zip(arms, trained, strict=True):
+        for task in arm.tasks:
+            last = arm.evaluations(task, step)
+            first = [run.evaluations[task][0] for run in arm.runs if task in run.evaluations]
+            if any(
+                (a.metric, a.direction) != (b.metric, b.direction) for a, b in zip(first, last, strict=True)
+            ):
+                continue
+            run = next(run for run in arm.runs if task in run.evaluations)
+            crossed = arm.is_crossed(task, first) and arm.is_crossed(task, last)
+            paired = crossed and share_prompts(run, run, first[0], last[0])
+            pairs[name, task] = Pair(first, last, paired=paired, paired_seeds=len(first) > 1, crossed=crossed)
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for (name, task), row in difference_rows(pairs).items():
+        found.setdefault(name, {})[task] = row
+    return found
+
+
+def _trained(config: Mapping[str, Any]) -> list[str]:
+    """Return the tasks that a run of this configuration trains on."""
+    specs = config.get("tasks")
+    named = specs.items() if isinstance(specs, Mapping) else ()
+    return [
+        name
+        for name, spec in named
+        if isinstance(spec, Mapping) and not spec.get("evaluation_only") and spec.get("weight") != 0
+    ]
 
 
 def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
@@ -488,6 +524,8 @@ def render_result(result: Mapping[str, Any]) -> str:
             f"verdicts against {arms[0]['name']}: at 5 % over all {result['num_verdicts']} together (Holm)"
         )
         parts.append("differences with intervals: --html FILE, --json")
+    if result["effects"]:
+        parts.append(_effects_table(result["effects"]))
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [
@@ -517,6 +555,25 @@ def _arms_table(result: Mapping[str, Any]) -> str:
         table.append([arm["name"], *settings, str(len(arm["runs"])), *cells])
     note = "\n+ better, - worse than the first arm" if result["comparisons"] else ""
     return ruled(table) + note
+
+
+def _effects_table(effects: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return the matrix of what training on one task changed: a row per trained task."""
+    tasks = list(dict.fromkeys(task for own in effects.values() for task in own))
+    marks = {"better": " +", "worse": " -"}
+    table = [["training on", *tasks]]
+    for name, own in effects.items():
+        cells = []
+        for row in (own.get(task) for task in tasks):
+            ends = (
+                "" if row is None or math.isnan(row["low"]) else f" [{row['low']:+.3f}, {row['high']:+.3f}]"
+            )
+            cells.append("-" if row is None else f"{row['delta']:+.3f}{ends}{marks.get(row['verdict'], '')}")
+        table.append([name, *cells])
+    return (
+        "training on one task (row) changed a held-out result (column) from first to last evaluation:\n"
+        f"{ruled(table)}\n+ better, - worse at 5 % over the whole matrix (Holm); every interval stands alone"
+    )
 
 
 def _cost_tables(result: Mapping[str, Any]) -> str:

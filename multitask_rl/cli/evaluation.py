@@ -2,7 +2,8 @@
 
 A model is a directory of transformers, a run (its newest checkpoint), a checkpoint, adapters (merged into the
 model that they name) or a hub id. Both models answer the same prompts with the same seeds, so the difference
-is paired.
+is paired. A run or its checkpoint is sampled as the run is, unless keys say otherwise; a second model as the
+first, or as its own run if the first has none.
 """
 
 from __future__ import annotations
@@ -11,21 +12,23 @@ import argparse
 import contextlib
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from multitask_rl.cli.comparison import compare, group_runs, render_comparison
-from multitask_rl.cli.train import compose_and_run, evaluate, print_evaluations
-from multitask_rl.config.run import RunConfig, TrackingConfig
+from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate, print_evaluations
+from multitask_rl.config.run import RECORD, RunConfig, recorded_config
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import TaskEvaluation
+from multitask_rl.records import SamplingSettings, TaskEvaluation
 from multitask_rl.run.plan import load_specs
 from multitask_rl.step.evaluation import append_evaluations, evaluation_row
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.training.checkpoint import model_directory
+
+_TOLD = ("max_new_tokens", "top_p", "top_k")
 
 
 def main(arguments: list[str]) -> int:
@@ -60,12 +63,40 @@ def main(arguments: list[str]) -> int:
         raise ConfigError(f"--other: {options.other} is the first model too; give another one")
     names = [options.model, *([options.other] if options.other else [])]
     directories = [model_directory(name) for name in names]
-    compose_and_run(
-        overrides,
-        "eval",
-        lambda config: _evaluate(config, options, dict(zip(names, directories, strict=True))),
-    )
+    has_own = any(key.startswith("+") or key in OTHER_SOURCES for key in overrides)  # a configuration
+    run = None if has_own else next(filter(None, map(_run_of, names)), None)
+    given = {override.partition("=")[0].lstrip("+") for override in overrides}
+
+    def evaluate_models(config: RunConfig) -> None:
+        config = config if run is None else _sampled_as(run, config, given)
+        _evaluate(config, options, dict(zip(names, directories, strict=True)))
+
+    compose_and_run(overrides, "eval", evaluate_models)
     return 0
+
+
+def _run_of(model: str) -> Path | None:
+    """Return the directory of the run that ``model`` is, or whose checkpoint or actor it is."""
+    if not Path(model).is_dir():
+        return None
+    path = Path(model).resolve()
+    places = (path, *path.parents[:3])
+    return next((p for p in places if (p / RECORD).is_file() and (p / "checkpoints").is_dir()), None)
+
+
+def _sampled_as(run: Path, config: RunConfig, given: Collection[str]) -> RunConfig:
+    """Return ``config`` with the sampling of ``run``, but for the keys in ``given``; say so."""
+    recorded = recorded_config(run)
+    names = [field.name for field in fields(SamplingSettings) if f"rollout.{field.name}" not in given]
+    values = {name: value for name, value in asdict(recorded.rollout).items() if name in names}
+    config = replace(config, rollout=replace(config.rollout, **values))
+    if "eval.temperature" not in given:
+        config = replace(config, eval=replace(config.eval, temperature=recorded.eval.temperature))
+    keys = {f"rollout.{name}": value for name, value in asdict(config.rollout).items() if name in _TOLD}
+    shown = {**keys, "eval.temperature": config.eval.temperature}
+    told = ", ".join(f"{key}={value}" for key, value in shown.items())
+    print(f"sampled as in {run}: {told}; keys override it", file=sys.stderr)
+    return config
 
 
 def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[str, str]) -> None:
@@ -74,7 +105,7 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         tasks_file=options.tasks,
         guard=replace(config.guard, enabled=False),
         checkpoint=replace(config.checkpoint, resume="never"),
-        tracking=TrackingConfig(trackers=[]),
+        tracking=replace(config.tracking, trackers=[]),
     )
     keys = {"eval_split": options.split or None, "eval_samples": options.samples}
     if given := {key: value for key, value in keys.items() if value is not None}:

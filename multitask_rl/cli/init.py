@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -79,6 +80,12 @@ def main(arguments: Sequence[str]) -> int:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text, encoding="utf-8")
     print(f"wrote {directory}: {', '.join(files)}")
+    if fetched := _fetched(model, tasks):
+        notes.append(
+            f"the first run fetches {', '.join(fetched)} from the Hugging Face hub. Without a network: make "
+            "the first run on a machine that has one, copy its folder ~/.cache/huggingface and set "
+            "HF_HUB_OFFLINE=1; or name files: dataset_config: {source: PATH} in tasks.yaml, --model FOLDER"
+        )
     for note in notes:
         print(f"note: {note}")
     print(f"next: cd {directory}")
@@ -216,9 +223,26 @@ def project_files(name: str, tasks: Sequence[str], run: dict[str, Any]) -> dict[
 
 
 def _bundled(name: str) -> str:
-    plugin = load_plugin(TASKS, name)
-    told = (plugin.__doc__ or "").strip().splitlines()[0]
-    return f"  {name}:\n    dataset: plugin:{name}   # {told}\n    weight: 1\n"
+    told = (load_plugin(TASKS, name).__doc__ or "").strip().splitlines()[0]
+    lines = [f"  {name}:", f"    dataset: plugin:{name}   # {told}", "    weight: 1"]
+    if sources := _hub_sources(name):
+        own = "a file with a column split, or a directory"
+        lines.append(f"    # dataset_config: {{source: PATH}}   # {own}; else the hub's {', '.join(sources)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _hub_sources(task: str) -> list[str]:
+    """Return the data sets of the hub that a bundled task reads by default."""
+    config = getattr(load_plugin(TASKS, task), "Config", None)
+    keys = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    return [str(key.default) for key in keys if key.name in ("source", "train_source") and key.default]
+
+
+def _fetched(model: str, tasks: Sequence[str]) -> list[str]:
+    """Return what a run fetches from the hub."""
+    found = [] if Path(model).is_dir() else [f"the model {model}"]
+    sources = {task: _hub_sources(task) for task in tasks if task != OWN}
+    return found + [f"{' and '.join(own)} (task {task})" for task, own in sources.items() if own]
 
 
 def _template(name: str) -> str:

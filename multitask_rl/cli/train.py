@@ -60,7 +60,8 @@ _VALUES = {
 """Hydra's options with a value -> the values allowed; empty = any."""
 _SWITCHES = {"--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m"}
 _SWITCHES |= {"--shell-completion", "-sc"}
-_OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
+OTHER_SOURCES = ("--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--multirun", "-m")
+"""Options that bring a configuration, or several."""
 _SWEEP_DIR = "hydra.sweep.dir=multirun/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_COPY = "hydra.output_subdir=null"
 """Hydra's copy of the configuration would hold the secrets that ``config.yaml`` leaves out."""
@@ -175,7 +176,7 @@ def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     run = Path(given.get("output_dir", "").strip("'\""))
-    has_other = "tasks_file" in given or any(key.startswith("+") or key in _OTHER_SOURCES for key in given)
+    has_other = "tasks_file" in given or any(key.startswith("+") or key in OTHER_SOURCES for key in given)
     if has_other or "output_dir" not in given or not (run / RECORD).is_file():
         return RunConfig
     if not trusts:

@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from multitask_rl.boundary.printable import printable
-from multitask_rl.cli.report import summarise_run
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.live import LiveRun, LiveServer
+from multitask_rl.report.summary import summarise_run
 
 
 def main(arguments: Sequence[str]) -> int:

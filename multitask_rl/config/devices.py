@@ -1,8 +1,8 @@
 """Which role runs on which device: ``device_map: {actor: "cuda:0-3", critic: "cuda:4-5"}``.
 
 Each device of the actor is a learner rank with a copy of the weights. With ``cuda:0-3 sharded`` a rank has a
-part of them; with ``cuda:0-3 tensor=2`` pairs of ranks also compute every layer together. Ranks on a CPU are
-numbered the same way: ``cpu:0-3``.
+part of them; with ``cuda:0-7 sharded=4`` each four ranks divide a copy; with ``cuda:0-3 tensor=2`` pairs of
+ranks also compute every layer together. Ranks on a CPU are numbered the same way: ``cpu:0-3``.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ROLES = ("actor", "critic", "reference", "rollout")
 _PER_TASK = ("reward", "constraint")
 _WITH_ACTOR = {"reference": "reference model", "rollout": "rollout engine"}
 _ALLOWED = (
-    "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded and "
-    "cuda:0-3 tensor=2"
+    "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded, "
+    "cuda:0-7 sharded=4 and cuda:0-3 tensor=2"
 )
-_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded)?(?:tensor=(\d+))?")
+_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded(?:=(\d+))?)?(?:tensor=(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class DeviceSet:
     """Each device holds a part of the model."""
     tensor: int = field(default=1, compare=False)
     """Number of neighbouring devices that compute every layer together."""
+    parts: int = field(default=1, compare=False)
+    """Parts that a copy of the model (``tensor``: of each part of the layers) is cut into."""
 
     @property
     def names(self) -> list[str]:
@@ -72,7 +74,7 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
         raise ConfigError(f"{where}: {text!r} names a device twice")
     if match[1] == "cpu" and sorted(indices) != list(range(len(indices))):
         raise ConfigError(f"{where}: {text!r}: ranks on a CPU are counted from 0 ({_ALLOWED})")
-    tensor = int(match[4] or 1)
+    tensor = int(match[5] or 1)
     is_sharded = bool(match[3]) or tensor > 1
     if is_sharded and len(indices) == 1:
         raise ConfigError(f"{where}: {text!r}: sharded needs several devices, e.g. cuda:0-3 sharded")
@@ -80,7 +82,15 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
         raise ConfigError(
             f"{where}: {text!r}: tensor={tensor} must divide the number of devices, {len(indices)}"
         )
-    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=is_sharded, tensor=tensor)
+    number = len(indices) // tensor
+    parts = int(match[4] or number) if is_sharded else 1
+    if is_sharded and (parts < min(2, number) or number % parts):
+        beside = f" ({len(indices)} devices by tensor={tensor})" if tensor > 1 else ""
+        raise ConfigError(
+            f"{where}: {text!r}: sharded={parts} must be 2 or more and divide {number}{beside}: each copy of "
+            "the model has so many parts"
+        )
+    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=is_sharded, tensor=tensor, parts=parts)
 
 
 def parse_device_map(

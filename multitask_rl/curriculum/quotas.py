@@ -5,6 +5,7 @@ The prompts a task got so far are then within one or two of its exact share. The
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping
 
@@ -56,11 +57,18 @@ def apportion(
     lost = math.fsum(carry.get(task, 0.0) for task in active)
     owed = {task: shares[task] * (total - lost) + carry.get(task, 0.0) for task in active}
     counts = {task: max(0, math.floor(owed.get(task, 0.0))) for task in shares}
-    for _ in range(abs(total - sum(counts.values()))):
-        short = sum(counts.values()) < total
-        candidates = active if short else [task for task in active if counts[task] > 0]
-        sign = -1.0 if short else 1.0
+    missing = total - sum(counts.values())
+    change = 1 if missing > 0 else -1
+
+    def rank(task: str) -> tuple[float, int, str]:
         # Rounded: rounding errors must not decide between remainders that are mathematically equal.
-        task = min(candidates, key=lambda t: (sign * round(owed[t] - counts[t], 9), tie_break.get(t, 0), t))
-        counts[task] += 1 if short else -1
+        return (-change * round(owed[task] - counts[task], 9), tie_break.get(task, 0), task)
+
+    ranks = [rank(task) for task in active if change > 0 or counts[task] > 0]
+    heapq.heapify(ranks)
+    for _ in range(abs(missing)):
+        _, _, task = heapq.heappop(ranks)
+        counts[task] += change
+        if change > 0 or counts[task] > 0:
+            heapq.heappush(ranks, rank(task))
     return counts, {task: owed[task] - counts[task] for task in active}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,10 @@ class DynamicTaskWeightScheduler:
     _gate: UnlearnableGate
     _floors: dict[str, float]
     _factors: dict[str, float]
-    _carry: dict[str, float]
+    carry: dict[str, float]
+    """Prompts that each task is owed of earlier steps; below 0 = it got more than its share."""
+    _shares: dict[str, float] | None
+    """The present weights; None = to be computed."""
     _tie_break: dict[str, int]
     _calibrated_at: int
     _reported: dict[str, float]
@@ -111,6 +114,7 @@ class DynamicTaskWeightScheduler:
         config = build_dataclass(self.policy_class.Config, policy_config, where)
         self.policy_config = dataclasses.replace(config, metric_key=metric_key)
         self._bound: SchedulerPolicy | None = None
+        self._shares = None
         self.tasks: tuple[str, ...] = ()
 
     @property
@@ -176,7 +180,7 @@ class DynamicTaskWeightScheduler:
         prior = {task: weights[task] or self._floors[task] for task in active}
         self._bound = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
         self._gate = UnlearnableGate(active)
-        self._factors, self._carry = {}, {}
+        self._factors, self.carry, self._shares = {}, {}, None
         self._calibrated_at, self._reported_at = -1, -_STEPS_BETWEEN_REPORTS
         self._has_warned_missing = False
         self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
@@ -207,6 +211,7 @@ class DynamicTaskWeightScheduler:
     def update(self, stats: Mapping[str, TaskStats], step: int) -> list[Event]:
         """Update from the statistics, by task, of ``step`` and return events."""
         self._policy.update(stats, step)
+        self._shares = None
         events, self._pending = self._pending, []
         key = self.policy_config.metric_key
         seen = [set(own.metrics) for own in stats.values() if own.num_prompts > 0]
@@ -239,9 +244,15 @@ class DynamicTaskWeightScheduler:
         if step > self._calibrated_at:
             self._calibrated_at = step
             self._policy.calibrate(held_out, errors or {})
+            self._shares = None
 
     def weights(self) -> dict[str, float]:
         """Return the share of every bound task, sum 1; 0 for a task that is not trained."""
+        if self._shares is None:
+            self._shares = self._decide()
+        return dict(self._shares)
+
+    def _decide(self) -> dict[str, float]:
         policy = self._policy
         shares = policy.weights()
         floors = dict(self._floors)
@@ -271,10 +282,11 @@ class DynamicTaskWeightScheduler:
         known = {task: max(0.0, factors[task]) for task in self._policy.tasks if task in factors}
         is_frozen = len(known) == len(self._policy.tasks) and not any(known.values())
         self._factors = {} if is_frozen else known
+        self._shares = None
 
     def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
         """Return how many prompts each task gets at ``step``, sum ``num_prompts``; advances the state."""
-        counts, self._carry = apportion(self.weights(), num_prompts, self._carry, self._tie_break)
+        counts, self.carry = apportion(self.weights(), num_prompts, self.carry, self._tie_break)
         return counts
 
     def carry_over(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
@@ -283,15 +295,17 @@ class DynamicTaskWeightScheduler:
         Otherwise the task's share of the training would stay below its weight, as refill cannot always find
         as many informative groups as the quota. At most the quota of one step of ``num_prompts`` is carried.
         """
+        if not shortfall:
+            return
         shares = self.weights()
         owed = {
-            task: min(float(short), max(0.0, shares[task] * num_prompts - self._carry.get(task, 0.0)))
+            task: min(float(short), max(0.0, shares[task] * num_prompts - self.carry.get(task, 0.0)))
             for task, short in shortfall.items()
         }
         total = math.fsum(owed.values())
         for task, share in shares.items():
             if share > 0.0:
-                self._carry[task] = self._carry.get(task, 0.0) + owed.get(task, 0.0) - share * total
+                self.carry[task] = self.carry.get(task, 0.0) + owed.get(task, 0.0) - share * total
 
     def compares_gradients(self, step: int) -> bool:
         """Whether the learner compares the gradients of the tasks at ``step``."""
@@ -302,11 +316,14 @@ class DynamicTaskWeightScheduler:
         """Return the smoothed share of the task's informative groups; 1 before any was seen."""
         return self._policy.traces[task].informative if task in self._policy.tasks else 1.0
 
-    def metrics(self) -> dict[str, float]:
-        """Return level, informative share and gate of every task seen so far, as ``task/<name>/...``."""
+    def metrics(self, tasks: Collection[str] | None = None) -> dict[str, float]:
+        """Return level, informative share and gate of ``tasks`` (None = all) that were seen so far.
+
+        Names are ``task/<name>/...``.
+        """
         values = {}
         for task, trace in self._policy.traces.items():
-            if trace.steps:
+            if trace.steps and (tasks is None or task in tasks):
                 values[f"task/{task}/level"] = trace.level
                 values[f"task/{task}/informative"] = trace.informative
                 values[f"task/{task}/held"] = float(task in self._gate.held)
@@ -318,7 +335,7 @@ class DynamicTaskWeightScheduler:
             "policy": class_id(self.policy_class),
             "policy_state": self._policy.state_dict(),
             "gate": self._gate.state_dict(),
-            "carry": dict(self._carry),
+            "carry": dict(self.carry),
             "factors": dict(self._factors),
             "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
@@ -340,8 +357,8 @@ class DynamicTaskWeightScheduler:
             reason = f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without"
             self._pending.append(_event("warn", f"{reason} history"))
         self._gate.load_state_dict(state["gate"], renamed)
-        self._carry = rename_tasks(state["carry"], renamed, self.tasks)
-        self._factors = rename_tasks(state["factors"], renamed, self.tasks)
+        self.carry = rename_tasks(state["carry"], renamed, self.tasks)
+        self._factors, self._shares = rename_tasks(state["factors"], renamed, self.tasks), None
         self._calibrated_at = state["calibrated_at"]
         self._reported = self.weights() | rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]

@@ -17,7 +17,9 @@ from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
+from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.balance import share_out
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class RayEngine(RolloutEngine):
             model.to(device).eval()
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
             own = directory / f"replica-{index}"
-            return EngineReplica(engine.build(copy, config, seed=seed, output_dir=own), copy)
+            return EngineReplica(build_engine(engine, copy, config, seed=seed, output_dir=own), copy)
 
         self.can_watch = engine.can_watch
         self._homes: dict[int, int] = {}
@@ -160,11 +162,10 @@ class RayEngine(RolloutEngine):
             self._revive(group, dead)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Put ``weights`` into the object store once; every replica reads them there."""
-        import ray
-
+        """Put ``weights`` into the object store once, bucket by bucket; every replica reads them there."""
         group = self._open()
-        self._weights: Any = ray.put({name: tensor.detach().cpu() for name, tensor in weights.items()})
+        like = {name: tensor.detach().to("meta") for name, tensor in like_of(weights).items()}
+        self._weights = WeightStream(like, StoredBuckets(weights))
         self.policy_version = policy_version
         arguments = (self._weights, policy_version)
         _, dead = group.call("update_weights", dict.fromkeys(range(len(group)), arguments))
@@ -187,6 +188,25 @@ class RayEngine(RolloutEngine):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+class StoredBuckets:
+    """The buckets of ``weights`` in Ray's object store; returns them as ``WeightStream`` asks for them."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        import ray
+
+        self._places = {
+            bucket[0]: ray.put({name: weights[name].detach().cpu() for name in bucket})
+            for bucket in cut_buckets(like_of(weights))
+        }
+
+    def __call__(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """Return the bucket of ``names``."""
+        import ray
+
+        found: Mapping[str, Tensor] = ray.get(self._places[names[0]])
+        return found
 
 
 def _samples(request: GenerationRequest, chosen: Sequence[int]) -> GenerationRequest:

@@ -6,12 +6,18 @@ knows which calls to repeat.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
+import shutil
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
@@ -20,6 +26,7 @@ from multitask_rl.lazy import without_collector
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
+_LOCK = "multitask_rl.lock"
 
 
 def _check_room(what: str, demand: Mapping[str, float]) -> None:
@@ -45,6 +52,41 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
         "ray.num_reward_pools or the ranks in device_map.actor, stop what else runs there, or add "
         "nodes before the run."
     )
+
+
+@contextlib.contextmanager
+def _keeping_sigterm() -> Iterator[None]:
+    """Restore the handler of SIGTERM: Ray's start and end replace it, and a run would end before it saves."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(handler) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+
+
+class _Session:
+    """The directory ``path`` of a Ray cluster that this process started; Ray would leave its logs there.
+
+    A lock in it is held while this process lives. Sessions beside it whose process was killed are removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        new = path / f"{_LOCK}.new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            new.rename(path / _LOCK)  # a lock that others see is held
+        for lock in path.parent.glob(f"session_*/{_LOCK}"):
+            with contextlib.suppress(OSError), lock.open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(lock.parent, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Remove the directory of the stopped cluster."""
+        os.close(self._lock)
+        shutil.rmtree(self._path, ignore_errors=True)
 
 
 def _check_node() -> None:
@@ -89,6 +131,8 @@ class ActorGroup:
     _num_groups: ClassVar[int] = 0
     _owns_cluster: ClassVar[bool] = False
     """The first group of this process started the cluster; the last one stops it."""
+    _session: ClassVar[_Session | None] = None
+    """Of a cluster that ends with this process."""
 
     def __init__(
         self,
@@ -110,13 +154,16 @@ class ActorGroup:
         if ActorGroup._num_groups == 0:
             ActorGroup._owns_cluster = not ray.is_initialized()
             if ActorGroup._owns_cluster:
-                ray.init(
-                    # without an address Ray would join a cluster that another process started here
-                    address=os.environ.get("RAY_ADDRESS", "local"),
-                    include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
-                    logging_level=logging.WARNING,
-                    log_to_driver=False,
-                )
+                with _keeping_sigterm():
+                    context = ray.init(
+                        # without an address Ray would join a cluster that another process started here
+                        address=os.environ.get("RAY_ADDRESS", "local"),
+                        include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
+                        logging_level=logging.WARNING,
+                        log_to_driver=False,
+                    )
+                if "RAY_ADDRESS" not in os.environ:
+                    ActorGroup._session = _Session(Path(context.address_info["session_dir"]))
         ActorGroup._num_groups += 1
         self.name = name
         self._make = make
@@ -217,4 +264,8 @@ class ActorGroup:
         self._actors = []
         ActorGroup._num_groups -= 1
         if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
-            ray.shutdown()
+            with _keeping_sigterm():
+                ray.shutdown()
+            if ActorGroup._session is not None:
+                ActorGroup._session.remove()
+                ActorGroup._session = None

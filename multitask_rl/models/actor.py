@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +26,11 @@ from multitask_rl.models.lora import (
     add_adapters,
     load_adapters,
     merge_adapters,
-    merged_state_dict,
+    merged_weights,
     model_below,
 )
 from multitask_rl.models.rope import check_positions, context_length, scale_rope
+from multitask_rl.models.weights import WeightParts, WeightStream, cut_buckets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,6 +42,8 @@ _FLASH = {
 """Name -> how to install it."""
 
 
+FILE_BYTES = 4 * 2**30
+"""Of a file of weights that are in parts, at most; a weight may have more."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of weights, by their names in a configuration."""
 
@@ -59,6 +64,9 @@ class Actor:
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
+        self.parts: WeightParts | None = None
+        """Where the weights are while several processes hold parts of them. ``model`` then has NaN in their
+        places (adapters stay whole): its shapes, types and devices are right."""
         self.eos_token_ids: tuple[int, ...] = ()
         generation = getattr(model, "generation_config", None)
         for given in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
@@ -190,25 +198,42 @@ class Actor:
             return None
         return copy.deepcopy(self.model).requires_grad_(False).eval()
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def changing_weights(self) -> Mapping[str, Tensor]:
+        """Weights by name in ``model`` that an update or a checkpoint may change: all, or the adapters."""
+        if self.config.lora.rank > 0:
+            return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        return self.model.state_dict() if self.parts is None else self.parts.stream()
+
+    def state_dict(self) -> Mapping[str, Tensor]:
         """Weights by name as an engine loads them: tied weights once, adapters merged."""
         if self.config.lora.rank > 0:
-            return merged_state_dict(self.model)
-        state = dict(self.model.state_dict())
-        if getattr(self.model.config, "tie_word_embeddings", False):
-            for name in getattr(self.model, "_tied_weights_keys", None) or ():
-                state.pop(name, None)
-        return state
+            return merged_weights(self.model, None if self.parts is None else self.parts.stream())
+        is_tied = getattr(self.model.config, "tie_word_embeddings", False)
+        tied = set(getattr(self.model, "_tied_weights_keys", None) or ()) if is_tied else set[str]()
+        if self.parts is not None:
+            return self.parts.stream(without=tied)
+        return {name: value for name, value in self.model.state_dict().items() if name not in tied}
 
     def save(self, directory: Path) -> None:
         """Write model and tokenizer as an ordinary Hugging Face directory (safetensors)."""
-        self.model.save_pretrained(directory, safe_serialization=True)
+        weights = self.state_dict()
+        if self.config.lora.rank == 0 and isinstance(weights, WeightStream):
+            save_in_files(self.model, weights, directory)
+        else:
+            self.model.save_pretrained(directory, safe_serialization=True)
         self.tokenizer.save_pretrained(directory)
+
+    def keep_weights(self) -> Callable[[], Any]:
+        """Return a function that restores the present weights."""
+        if self.parts is not None and self.config.lora.rank == 0:
+            return self.parts.keep()
+        kept = {name: value.detach().clone() for name, value in self.changing_weights().items()}
+        return partial(self.model.load_state_dict, kept, strict=False)
 
     def save_for_engine(self, directory: Path) -> None:
         """Write a directory that an engine starts from: as ``save``, with adapters merged."""
         model = self.model.get_base_model() if self.config.lora.rank > 0 else self.model
-        model.save_pretrained(directory, state_dict=self.state_dict(), safe_serialization=True)
+        model.save_pretrained(directory, state_dict=dict(self.state_dict()), safe_serialization=True)
         self.tokenizer.save_pretrained(directory)
 
     def load_weights(self, directory: Path) -> None:
@@ -217,7 +242,7 @@ class Actor:
             load_adapters(self.model, read_weights(directory))
         else:
             weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
-            copy_weights(self.model, weights)
+            copy_weights(self.model, weights, self.parts)
 
 
 def _control_names(number: int) -> list[str]:
@@ -287,8 +312,14 @@ def learning(model: nn.Module) -> Iterator[None]:
         model.eval()
 
 
-def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Copy ``weights`` into ``model`` in place; raise ``CheckpointError`` if they do not fit."""
+def copy_weights(
+    model: PreTrainedModel, weights: Mapping[str, Tensor], parts: WeightParts | None = None
+) -> None:
+    """Copy ``weights`` into ``model`` in place, or into its ``parts``.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
     if any("lora_" in name for name in weights):
         raise CheckpointError(
             "the checkpoint holds adapters and no whole model: set model.lora.* as it was, or begin a new "
@@ -306,10 +337,38 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             f"the checkpoint belongs to another model: {len(wrong)} weights are missing or differ in shape, "
             f"the first is {wrong[0]!r}"
         )
+    if parts is not None:
+        parts.load(weights)
+        return
     with torch.no_grad():
         for name, value in weights.items():
             if name in own:
                 own[name].copy_(value)
+
+
+def save_in_files(model: PreTrainedModel, weights: WeightStream, directory: Path) -> None:
+    """Write what ``model.save_pretrained`` writes; one file at a time is in host memory."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+    files = cut_buckets(weights.like, FILE_BYTES)
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        part = directory / f"part-{number}"
+        model.save_pretrained(part, state_dict={name: weights[name].cpu() for name in names})
+        name = SAFE_WEIGHTS_NAME
+        if len(files) > 1:
+            name = name.replace(".", f"-{number:05d}-of-{len(files):05d}.")
+            with safe_open(part / SAFE_WEIGHTS_NAME, framework="pt") as file:
+                places |= dict.fromkeys(file.keys(), name)
+            (part / SAFE_WEIGHTS_NAME).rename(part / name)
+        for written in part.iterdir():
+            written.replace(directory / written.name)
+        part.rmdir()
+    if len(files) > 1:
+        size = sum(tensor.nbytes for tensor in weights.like.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError
+from multitask_rl.models.weights import WeightStream, like_of
 from multitask_rl.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -96,24 +97,39 @@ def _import_peft(needs: str) -> Any:
     return peft
 
 
-def merged_state_dict(model: Any) -> dict[str, Tensor]:
+def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> WeightStream:
     """Return the weights of the base model with the adapters merged in; the model is unchanged.
 
     ``merge_adapter`` and ``unmerge_adapter`` would replace the base weights, which are the reference policy
     and in no checkpoint, by ``(w + d) - d``: rounding that grows with every step.
+
+    ``weights`` are those of the base model, by name in ``model``, if they are not there.
     """
-    merged = {
-        name.replace("base_model.model.", "").replace(".base_layer", ""): value.detach().clone()
-        for name, value in model.state_dict().items()
+    base: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
+    like = like_of(base)
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+    }
+    names = {
+        name.replace("base_model.model.", "").replace(".base_layer", ""): name
+        for name in like
         if "lora_" not in name
     }
-    with torch.no_grad():
-        for name, module in model.named_modules():
-            if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer"):
-                own = merged[f"{name.removeprefix('base_model.model.')}.weight"]
+
+    @torch.no_grad()
+    def bring(bucket: Sequence[str]) -> dict[str, Tensor]:
+        merged = {}
+        for short in bucket:
+            own = base[names[short]].detach().clone()
+            if (module := adapted.get(names[short])) is not None:
                 for adapter in module.active_adapters:
                     own += module.get_delta_weight(adapter).to(own)
-    return merged
+            merged[short] = own
+        return merged
+
+    return WeightStream({short: like[name] for short, name in names.items()}, bring)
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:

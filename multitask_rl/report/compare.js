@@ -1,7 +1,7 @@
 // The page of compared runs: arms, differences, curves, tasks against each other, costs, prompts, settings.
 
 const verdicts = { better: "good", worse: "bad" };
-const named = (arm, among) => make("span", { class: "name" }, dot(tone(arm, among)), arm);
+const named = (arm, among) => make("span", { class: "name" }, dot(tone(arm, among)), breakable(arm));
 const ends = row => row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`;
 const amount = value => value === null || value === undefined ? "–" : value >= 1000 ? Math.round(value).toLocaleString("en") : digits(+value.toPrecision(3));
 const inUnit = (value, unit) => unit === "seconds" && typeof value === "number" ? duration(value) : amount(value);
@@ -68,6 +68,10 @@ function showArms(body, data) {
     sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => key.split(".").at(-1)), "runs", ...data.tasks], rows),
     arms.length > 1 ? make("p", { class: "small muted" }, `▲ better, ▼ worse than ${arms[0].name}: at 5 % over all ${result.num_verdicts} verdicts of this page together (Holm)`)
       : make("p", {}, `One arm: these runs differ in the seed alone (${arms[0].seeds.join(", ")}), so there is nothing to compare it with. --each-run compares the runs.`));
+  const trained = Object.keys(result.effects);
+  const cell = row => row ? make("span", { class: verdicts[row.verdict] || "muted", title: row.verdict }, `${digits(row.delta)} ${ends(row)}`) : "–";
+  if (trained.length) body.append(make("p"), table("Training on one task (row) changed a held-out result (column) from first to last evaluation; coloured: better or worse at 5 % over the whole matrix (Holm)",
+    ["training on", ...data.tasks], trained.map(name => [name, ...data.tasks.map(task => cell(result.effects[name][task]))])));
 }
 
 /** Return an interval as a bar around a line at 0; ``most`` is the end of the scale. */
@@ -140,7 +144,8 @@ function showTasks(body, data) {
   const draw = () => {
     const [x, y] = [data.tasks[across.value], data.tasks[up.value]];
     const own = data.arms.map(arm => ({ name: arm.name, x: arm.tasks[x], y: arm.tasks[y] })).filter(one => one.x && one.y && one.x.mean !== null && one.y.mean !== null);
-    const width = 640, height = 380, pad = 64;
+    const width = Math.max(280, Math.min(760, plot.clientWidth - 26)), height = 380, pad = 64; // of a unit of a pixel: letters keep their size
+    const most = Math.floor(width / 19); // letters of a name
     const range = side => {
       const means = own.map(one => one[side].mean), low = Math.min(...means), high = Math.max(...means);
       const widest = Math.max(0, ...own.map(one => one[side].low === null ? 0 : one[side].high - one[side].mean));
@@ -168,7 +173,7 @@ function showTasks(body, data) {
         one.y.low === null ? "" : svg("line", { x1: px(one.x.mean), x2: px(one.x.mean), y1: py(one.y.low), y2: py(one.y.high), stroke: colour, "stroke-opacity": 0.45 })] : [];
       return svg("g", { tabindex: 0, role: "img", "aria-label": text }, svg("title", {}, text), ...arms,
         svg("circle", { cx: px(one.x.mean), cy: py(one.y.mean), r: 6, fill: beaten ? "var(--surface)" : colour, stroke: colour, "stroke-width": 2 }),
-        own.length < 9 ? svg("text", { x: px(one.x.mean) + (px(one.x.mean) > width * 0.7 ? -10 : 10), y: py(one.y.mean) + (i % 2 ? 18 : -10), "text-anchor": px(one.x.mean) > width * 0.7 ? "end" : "start", class: "label" }, one.name.length > 34 ? `…${one.name.slice(-33)}` : one.name) : "");
+        own.length < 9 ? svg("text", { x: px(one.x.mean) + (px(one.x.mean) > width * 0.7 ? -10 : 10), y: py(one.y.mean) + (i % 2 ? 18 : -10), "text-anchor": px(one.x.mean) > width * 0.7 ? "end" : "start", class: "label" }, one.name.length > most ? `…${one.name.slice(1 - most)}` : one.name) : "");
     });
     plot.replaceChildren(svg("svg", { viewBox: `0 0 ${width} ${height}`, class: "scatter", role: "group", "aria-label": `${y} against ${x}` }, ...axes, ...points),
       make("p", { class: "small muted" }, "filled: no other arm is as good or better in both tasks (Pareto); lines: 95 % intervals of the means"));
@@ -178,7 +183,7 @@ function showTasks(body, data) {
     make("p", {}, make("label", { for: "across", class: "muted" }, "across "), across, make("label", { for: "up", class: "muted" }, " up "), up), plot, make("p"),
     found.length ? table("Arms that are as good or better in every task, by their means", ["arm", "dominates"], found.map(([arm, own]) => [named(arm), make("span", {}, own.join(", "))]))
       : make("p", { class: "muted" }, "No arm dominates another in all tasks: each is better somewhere."));
-  draw();
+  new ResizeObserver(draw).observe(plot);
 }
 
 function showCosts(body, data) {

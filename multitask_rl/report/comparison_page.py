@@ -83,7 +83,7 @@ def render_comparison_page(
         "notes": [*result["notes"], *result["unfinished"]],
         "left_out": list(result["left_out"].items()),
         "result": {
-            **{key: result[key] for key in ("keys", "num_verdicts", "levels", "reached", "costs")},
+            **{key: result[key] for key in ("keys", "num_verdicts", "levels", "reached", "costs", "effects")},
             "comparisons": comparisons,
             "dominates": dominates,
         },

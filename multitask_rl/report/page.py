@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import logging
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +13,19 @@ from typing import Any
 
 import yaml
 
+from multitask_rl.errors import ConfigError
 from multitask_rl.report.samples import CHUNK, Samples, deflated
 from multitask_rl.report.shell import render_shell
+from multitask_rl.report.summary import summarise_run
+from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ALARM_KINDS
+from multitask_rl.tracking.jsonl import RECORDS
 from multitask_rl.tracking.machine import read_machine
-from multitask_rl.tracking.reading import RunRecord, read_lines
+from multitask_rl.tracking.reading import RunRecord, read_lines, read_run
 
+_LOG = logging.getLogger(__name__)
+MOST_RECORD_BYTES = 64_000_000
+"""Of the records of a run whose page its trackers get at its end: ten seconds of one core."""
 _SECTIONS = {"learning": "Learning", "shares": "Shares", "constraints": "Constraints", "speed": "Speed"}
 _TASK_CHARTS = {
     "reward_mean": ("learning", "Reward", "mean of the step's slots, penalties subtracted"),
@@ -44,7 +53,10 @@ _RUN_CHARTS = {
     "time/samples_per_s": ("speed", "Responses per second", "per second of the step"),
     "memory/device_share": ("speed", "Memory of the device", "largest share in the step"),
     "memory/peak_mb": ("speed", "Peak memory", "MiB, all devices"),
+    "system/cpu_utilization_percentage": ("speed", "Processors", "% of the machine, other programs included"),
+    "system/run_memory_usage_megabytes": ("speed", "Memory of the run", "MB resident, all its processes"),
 }
+_GPU = re.compile(r"system/gpu_(\d+)_utilization_percentage")
 _STAGE_TIMES = ("rollout", "constraints", "rewards", "advantages", "update", "step")
 _MOST_POINTS = 800
 """Of one curve; of longer ones each point is the mean of as many steps as needed."""
@@ -73,6 +85,30 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
     around = len(render_shell(run.name, "run.js", data)) + 12 * len(samples)
     stored = embedded(samples, max(_TOKEN_BYTES, _PAGE_BYTES - around))
     return render_shell(run.name, "run.js", {**data, "samples": stored})
+
+
+def attach_page(trackers: Trackers) -> None:
+    """Give the trackers that take it the page of the run; log why there is none."""
+    if not trackers.take_pages:
+        return
+    directory = trackers.directory
+    num_bytes = sum(path.stat().st_size for path in (directory / name for name in RECORDS) if path.exists())
+    if num_bytes > MOST_RECORD_BYTES:
+        _LOG.warning(
+            "the records of the run have %.0f MB, more than %.0f MB: the page of the run is not attached to "
+            "its trackers' record; make it with: multitask-rl report %s --html report.html",
+            *(num_bytes / 1e6, MOST_RECORD_BYTES / 1e6, directory),
+        )
+        return
+    try:
+        run = read_run(directory)
+        page = render_page(run, summarise_run(run), directory)
+    except ConfigError as error:
+        _LOG.info("the trackers get no page of the run: %s", error)
+    except Exception as error:  # noqa: BLE001 - a page is worth less than the end of a run
+        _LOG.warning("the trackers get no page of the run: %r", error)
+    else:
+        trackers.log_page(page)
 
 
 def embedded(samples: Samples, most_bytes: int, token_bytes: int = _TOKEN_BYTES) -> dict[str, Any]:
@@ -124,7 +160,7 @@ def payload(
         rows.setdefault(int(line["step"]), {}).update(line)
     steps = sorted(rows)
     alarms = [event for event in run.events if event["kind"] in ALARM_KINDS]
-    shown = ("tasks", "constraints", "stages", "events")
+    shown = ("tasks", "turnover", "influence", "constraints", "stages", "events")
     return {
         "name": run.name,
         "subtitle": _subtitle(run, steps),
@@ -156,7 +192,9 @@ def _is_charted(key: str) -> bool:
     if area == "task":
         name = rest.partition("/")[2]
         return name in _TASK_CHARTS or name == "grad_norm" or name.startswith(("multiplier/", "cosine/"))
-    return key in _RUN_CHARTS or (area == "time" and rest.removesuffix("_s") in _STAGE_TIMES)
+    if key in _RUN_CHARTS or _GPU.fullmatch(key):
+        return True
+    return area == "time" and rest.removesuffix("_s") in _STAGE_TIMES
 
 
 def span(line: Mapping[str, Any]) -> list[Any]:
@@ -245,6 +283,8 @@ def _charts(rows: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
     found.append(_curves(rows, multipliers, "multiplier", "constraints", "Multipliers", note, chips=True))
     for metric, (section, title, note) in _RUN_CHARTS.items():
         found.append(_curves(rows, {title: metric} if metric in names else {}, metric, section, title, note))
+    gpus = {f"GPU {match[1]}": name for name in sorted(names) if (match := _GPU.fullmatch(name))}
+    found.append(_curves(rows, gpus, "gpus", "speed", "GPUs", "% of a second in use", chips=True))
     stages = {stage: f"time/{stage}_s" for stage in _STAGE_TIMES if f"time/{stage}_s" in names}
     note = "stages that overlap add to more than the step"
     found.append(_curves(rows, stages, "stages", "speed", "Seconds per stage", note, chips=True))

@@ -58,14 +58,17 @@ function block(text, label) {
   return box;
 }
 
+/** Return a name that may be broken after its signs. */
+const breakable = name => make("span", {}, name.split(/(?<=[=_./-])/).flatMap(part => [part, make("wbr")]));
+
 /** Return a table: heads, then rows of cells (texts, numbers or nodes); the first column heads its row. */
 function table(caption, heads, rows) {
   const cell = value => (value instanceof Node ? value : digits(value));
   return make("div", { class: "wide", tabindex: 0, role: "region", "aria-label": caption },
-    make("table", {}, make("caption", {}, caption),
+    make("table", {}, make("caption", {}, make("span", {}, caption)),
       make("thead", {}, make("tr", {}, heads.map(head => make("th", { scope: "col" }, head)))),
       make("tbody", {}, rows.map(([first, ...rest]) => make("tr", {},
-        make("th", { scope: "row" }, cell(first)), rest.map(value => make("td", {}, cell(value))))))));
+        make("th", { scope: "row" }, typeof first === "string" ? breakable(first) : cell(first)), rest.map(value => make("td", {}, cell(value))))))));
 }
 
 /** Return the section with its heading, made on the first call and named in the navigation. */
@@ -257,7 +260,7 @@ class Chart {
       legend: { show: false }, series, bands,
       cursor: { y: false, drag: { x: true, y: false }, points: { size: 6 }, ...(over === "step" ? { sync: { key: "step" } } : {}) },
       scales: { x: { time: false, range: (_, first, last) => this.steps(first, last) }, y: { range: (_, low, high) => this.range(low, high) } },
-      axes: [{ ...axis, size: 24, gap: 4, values: (_, ticks) => ticks.map(digits) }, { ...axis, size: 46, gap: 4, values: (_, ticks) => ticks.map(digits) }],
+      axes: [{ ...axis, size: 24, gap: 4, values: (_, ticks) => ticks.map(digits) }, { ...axis, size: (_, values) => Math.max(46, 6.5 * Math.max(0, ...(values || []).map(text => text.length)) + 12), gap: 4, values: (_, ticks) => ticks.map(digits) }],
       hooks: { draw: [plot => this.mark(plot)], setCursor: [plot => this.tell(plot)] },
     }, data, this.plotted);
     this.whole = this.steps(x[0], x.at(-1));

@@ -33,7 +33,7 @@ function showRun(data) {
   refresh(setup, [data.config, data.machine], () => [
     make("h3", {}, "Hardware and software"),
     Object.keys(data.machine).length
-      ? table("", ["", ""], Object.entries(data.machine).map(([name, value]) => [name, make("span", {}, Array.isArray(value) ? value.join(", ") : digits(value))]))
+      ? make("dl", { class: "facts" }, Object.entries(data.machine).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, Array.isArray(value) ? value.join(", ") : digits(value))]))
       : make("p", { class: "muted" }, "not recorded: the run was made by an earlier version"),
     make("details", {}, make("summary", {}, "Configuration"), make("pre", { class: "text" }, ...shown(data.config)))]);
 }
@@ -41,7 +41,7 @@ function showRun(data) {
 function showOverview(data) {
   const { result } = data;
   const body = section("overview", "Overview");
-  refresh(body, [data.alarms, result.tasks, data.tiles, result.constraints, data.gradients], () => {
+  refresh(body, [data.alarms, result.tasks, data.tiles, result.influence, result.constraints, data.gradients], () => {
     const verdicts = { better: "good", worse: "bad" };
     const rows = Object.entries(result.tasks).map(([task, row]) => [task, row.metric, row.before, row.after, row.delta,
       row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n,
@@ -55,10 +55,40 @@ function showOverview(data) {
       make("ul", { class: "plain scroll", tabindex: 0, "aria-label": "What went wrong" }, data.alarms.length ? data.alarms.map(told) : make("li", { class: "good" }, "No warning, alarm or rollback.")),
       make("p"),
       table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "metric", "first", "last", "difference", "interval", "n", "verdict"], rows),
+      ...changed(result),
       data.gradients.steps ? gradients(data.gradients) : null,
       limits.length ? table("Limits of constraints at the last evaluation", ["constraint", "first rate", "rate", "upper bound", "limit", ""], limits) : null,
     ].filter(Boolean);
   });
+}
+
+/** Return the prompts that were won and lost, and what training on one task changed in others. */
+function changed({ turnover, influence }) {
+  const { intervals, effects, reason } = influence;
+  const percent = value => `${(100 * value).toFixed(1)}%`;
+  const trained = [...new Set(intervals.flatMap(own => Object.keys(own.shares)))];
+  const tasks = [...new Set(intervals.flatMap(own => Object.keys(own.changes)))];
+  const kinds = { better: "good", worse: "bad" };
+  const found = Object.keys(turnover).length ? [table("Held-out prompts solved at the first evaluation and at the last",
+    ["task", "both", "first, not last", "last, not first", "n"],
+    Object.entries(turnover).map(([task, row]) => [task, percent(row.kept), percent(row.lost), percent(row.gained), row.n]))] : [];
+  if (trained.length < 2) return found;
+  if (effects.length) {
+    const of = [...new Set(effects.map(row => row.task))];
+    const cell = (task, other) => {
+      const row = effects.find(one => one.trained === task && one.task === other);
+      return make("span", { class: kinds[row.verdict] || "muted", title: row.verdict }, `${digits(row.effect)} [${digits(row.low)}, ${digits(row.high)}]`);
+    };
+    found.push(table("Training on a task (row) changed a held-out result (column): in a mean interval between evaluations with prompts of that task alone, estimated from shares that change together",
+      ["training on", ...of], trained.map(task => [task, ...of.map(other => cell(task, other))])));
+  }
+  if (reason) found.push(make("p", { class: "muted" }, `What training on one task changed in others is not told: ${reason}.`));
+  const change = own => (own ? `${digits(own.delta)}${own.low === null ? "" : ` ± ${digits((own.high - own.low) / 2)}`}` : "–");
+  found.push(make("details", {}, make("summary", {}, "Shares and changes between evaluations"),
+    table("Share of the groups trained on, and change of each held-out result with the half width of its 95 % interval",
+      ["steps", ...trained.map(task => `share ${task}`), ...tasks.map(task => `change ${task}`)],
+      intervals.map(own => [`${own.steps[0]} to ${own.steps[1]}`, ...trained.map(task => own.shares[task] ?? "–"), ...tasks.map(task => change(own.changes[task]))]))));
+  return found;
 }
 
 /** Return the matrix of the tasks' gradients: mean cosines, coloured where they are clearly not 0. */

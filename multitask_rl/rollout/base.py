@@ -133,7 +133,10 @@ class RolloutEngine:
         """Give the device's memory back until the next call. Default: nothing."""
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Use ``weights`` (the actor's state dict) from now on."""
+        """Use ``weights`` (the actor's state dict) from now on.
+
+        Read each once, in their order, and keep none: those of a sharded actor come as they are read.
+        """
         raise NotImplementedError
 
     def close(self) -> None:

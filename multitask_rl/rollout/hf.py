@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT
+from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.errors import EngineError
 from multitask_rl.models.actor import evaluating
 from multitask_rl.models.grammar import Grammars
@@ -57,9 +58,19 @@ class _Row:
     conversation: int = 0
 
 
+@dataclass(kw_only=True, slots=True)
+class HFConfig(Settings):
+    """Keys of ``rollout.engine_config``."""
+
+    weights: Annotated[str, OneOf("actor", "bfloat16")] = "actor"
+    """What is sampled from: ``actor`` (its own tensors), or a copy of them with the weights of linear layers
+    in ``bfloat16``, computed as under ``model.autocast``. Faster where the CPU multiplies bfloat16."""
+
+
 class HFEngine(RolloutEngine):
     """Samples from the model it is given, with its weights at the time of the call."""
 
+    Config = HFConfig
     shares_weights = True
     can_watch = True
 
@@ -101,9 +112,9 @@ class HFEngine(RolloutEngine):
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:
-        """Return an engine that shares the actor's weights."""
-        build_config(cls, config.engine_config, where="rollout.engine_config")
-        return cls(
+        """Return an engine that shares the actor's weights; ``build_engine`` makes the copy it may need."""
+        settings: HFConfig = build_config(cls, config.engine_config, where="rollout.engine_config")
+        engine = cls(
             actor.model,
             eos_token_ids=actor.eos_token_ids,
             pad_token_id=actor.pad_token_id,
@@ -115,6 +126,15 @@ class HFEngine(RolloutEngine):
             prefill_tokens=config.prefill_tokens,
             kept_tokens=config.max_batch_tokens,
         )
+        if settings.weights != "actor":  # the trial needs exact weights, which will be converted
+            with torch.no_grad(), evaluating(engine.model):
+                engine._try_model()
+        return engine
+
+    def _try_model(self) -> None:
+        if self._shares_prompts is None:
+            self._shares_prompts = can_share_prompts(self.model)
+            self._cached = self._shares_prompts or can_decode_cached(self.model)
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Store the version; the weights are the actor's own. What is known under the old ones is dropped."""
@@ -138,9 +158,7 @@ class HFEngine(RolloutEngine):
         device = next(self.model.parameters()).device
         try:
             with evaluating(self.model):
-                if self._shares_prompts is None:
-                    self._shares_prompts = can_share_prompts(self.model)
-                    self._cached = self._shares_prompts or can_decode_cached(self.model)
+                self._try_model()
                 sharing = use_attention([self.model], SHARED_PROMPT)
                 with sharing if self._shares_prompts else nullcontext():
                     for batch in self._batches(requests):

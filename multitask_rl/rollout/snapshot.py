@@ -1,20 +1,25 @@
 """Sampling from one copy of the actor's weights, for an engine that samples from the actor's own tensors.
 
-An overlapped run samples the next batch during an update, which must not change the engine's weights.
-``update_weights`` fills the copy again.
+An overlapped run samples the next batch during an update, which must not change the engine's weights. Of a
+sharded actor no process has all weights. The copy may also hold the weights of linear layers in bfloat16: on
+a CPU sampling is faster, and the importance weights correct the difference. ``update_weights`` fills the copy
+again.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
+from multitask_rl.plugins import build_config
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
+from multitask_rl.rollout.hf import HFConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,30 +28,57 @@ if TYPE_CHECKING:
     from multitask_rl.models.actor import Actor
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotFactory:
-    """Builds engines of a class with ``shares_weights`` that sample from a copy."""
+def sampling_weights(engine: type[RolloutEngine], config: RolloutConfig) -> str:
+    """Return ``rollout.engine_config.weights`` of the engine ``hf``; ``actor`` for others."""
+    settings = build_config(engine, config.engine_config, where="rollout.engine_config")
+    return settings.weights if isinstance(settings, HFConfig) else "actor"
 
-    engine: type[RolloutEngine]
 
-    def build(self, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> SnapshotEngine:
-        """Return the engine over a copy of ``actor``'s present model."""
-        double = copy.copy(actor)
-        # autocast keeps its casts of weights with requires_grad only; others it casts again for every token
-        double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
-        engine = self.engine.build(double, config, seed=seed, output_dir=output_dir)
-        return SnapshotEngine(engine, source=actor.model, double=double.model)
+def build_engine(
+    engine: type[RolloutEngine],
+    actor: Actor,
+    config: RolloutConfig,
+    *,
+    seed: int,
+    output_dir: Path,
+    copies: bool = False,
+) -> RolloutEngine:
+    """Return ``engine.build(...)``, over a copy of the actor where one is needed.
+
+    Args:
+        engine: class of the engine.
+        actor: of the run.
+        config: ``rollout`` of the run.
+        seed: of the run.
+        output_dir: of the run.
+        copies: the actor's own weights cannot be sampled from (``RunPlan.samples_from_copy``).
+    """
+    kind = sampling_weights(engine, config)
+    if not engine.shares_weights or (kind == "actor" and not copies):
+        return engine.build(actor, config, seed=seed, output_dir=output_dir)
+    double = copy.copy(actor)
+    # autocast keeps its casts of weights with requires_grad only; others it casts again for every token
+    double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
+    if kind == "bfloat16":
+        double.config = replace(actor.config, autocast=True)
+    built = engine.build(double, config, seed=seed, output_dir=output_dir)
+    if kind == "bfloat16":
+        for name, module in double.model.named_modules():
+            # adapters are small, and an embedding that the output head is tied to stays as it is
+            if type(module) is nn.Linear and "lora_" not in name:
+                module.weight = nn.Parameter(module.weight.detach().to(torch.bfloat16))
+    return SnapshotEngine(built, source=actor, double=double.model)
 
 
 class SnapshotEngine(RolloutEngine):
-    """Samples with ``engine`` from ``double``, a copy of the model ``source``.
+    """Samples with ``engine`` from ``double``, a copy of the model of ``source``.
 
     ``update_weights`` copies the present weights of ``source`` into it.
     """
 
     shares_weights = True
 
-    def __init__(self, engine: RolloutEngine, *, source: Any, double: Any) -> None:
+    def __init__(self, engine: RolloutEngine, *, source: Actor, double: Any) -> None:
         self._engine, self._source, self._double = engine, source, double
         self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
@@ -63,7 +95,7 @@ class SnapshotEngine(RolloutEngine):
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Copy the present weights of ``source``; ``weights`` is empty and not read."""
         own = self._double.state_dict()
-        for name, value in self._source.state_dict().items():
+        for name, value in self._source.changing_weights().items():
             own[name].copy_(value)
         self._engine.update_weights(weights, policy_version)
         self.policy_version = policy_version

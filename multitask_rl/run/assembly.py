@@ -21,8 +21,9 @@ from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import GUARDS, load_plugin
+from multitask_rl.report.page import attach_page
 from multitask_rl.rollout.base import RolloutEngine, push_weights
-from multitask_rl.rollout.snapshot import SnapshotFactory
+from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.run.estimate import disk_text, estimate_disk, free_bytes
 from multitask_rl.run.plan import RunPlan, reach_warning, scale_warning
 from multitask_rl.run.profiling import StepProfiler
@@ -41,6 +42,7 @@ from multitask_rl.step.texts import TextMeter
 from multitask_rl.step.tokens import TokenTexts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
+from multitask_rl.tracking.console import ProgressTracker
 from multitask_rl.tracking.timeline import Timeline
 from multitask_rl.training.backends.build import build_backend
 from multitask_rl.training.credit import CreditAssigner
@@ -79,6 +81,7 @@ class RunParts:
         """End the trackers with ``status`` (``finished``, ``stopped``, ``failed``); close all. Idempotent."""
         with self.closing as last:
             last.callback(self.trackers.finish, status)
+            last.callback(attach_page, self.trackers)
 
 
 def _tell_disk(plan: RunPlan, actor: Actor) -> None:
@@ -128,7 +131,9 @@ def build_parts(
         actor.release_engine()
         engine = plan.engine
         if engine is None:
-            build: Callable[..., RolloutEngine] = plan.engine_class.build
+            build: Callable[..., RolloutEngine] = partial(
+                build_engine, plan.engine_class, copies=plan.samples_from_copy
+            )
             if config.executor == "ray":
                 cores = 1.0
                 if "RAY_ADDRESS" not in os.environ:  # this machine alone: replicas share what pools leave
@@ -141,8 +146,6 @@ def build_parts(
                     num_gpus=config.ray.gpus_per_engine,
                     num_cpus=cores,
                 )
-            elif config.rollout_lag > 0 and plan.engine_class.shares_weights:
-                build = SnapshotFactory(plan.engine_class).build
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         active = scheduler.active if plan.trained else ()
@@ -159,6 +162,7 @@ def build_parts(
             plan.rank_devices,
             sharded=plan.actor_devices.is_sharded,
             tensor=plan.actor_devices.tensor,
+            parts=plan.actor_devices.parts,
         )
         closing.callback(backend.close)
         if config.executor == "local" and config.rollout_lag == 0:
@@ -210,9 +214,9 @@ def build_parts(
             on_progress=trackers.log_progress,
         )
         if any(task.spec.kind == "anchor" or not task.spec.is_scored for task in tasks.values()):
-            # passes of its own: learner ranks do not evaluate
-            own = ModelRunner(actor, critic, config, reference, teachers=teachers)
-            evaluator.texts = TextMeter(runner=own, actor=actor, engine=engine, tasks=tasks, seed=config.seed)
+            evaluator.texts = TextMeter(
+                backend=backend, actor=actor, engine=engine, tasks=tasks, seed=config.seed
+            )
         supervisor = Supervisor(
             config=config,
             progress=progress,
@@ -340,9 +344,14 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         weights = "has its own weights in Ray actors and receives them after each update"
     elif plan.engine_class.shares_weights:
         size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
+        alternative = (
+            "no learner rank has all of them; rollout.engine=vllm needs no whole copy of the actor here"
+            if plan.actor_devices.is_sharded
+            else "they must not change under a rollout; with rollout.max_staleness=0 it samples from them in "
+            "place"
+        )
         weights = (
-            f"samples from one snapshot of the training weights ({size:.1f} MiB more memory): they must "
-            "not change under a rollout; with rollout.max_staleness=0 it samples from them in place"
+            f"samples from one snapshot of the training weights ({size:.1f} MiB more memory): {alternative}"
         )
     else:
         weights = "keeps its own copy of the weights and receives them in memory after each update"
@@ -383,9 +392,10 @@ def build_guard(config: RunConfig) -> Guard | None:
 
 
 def build_trackers(plan: RunPlan, guard: Guard | None, run_id: str | None, *, track: bool = True) -> Trackers:
-    """Return the configured trackers and, with a guard, its alerts; without ``track`` nothing is recorded."""
+    """Return the configured trackers and, with a guard, its alerts; without ``track`` progress alone."""
     if not track:
-        return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id)
+        told = {} if plan.config.tracking.console == "quiet" else {"progress": ProgressTracker()}
+        return Trackers(plan.output_dir, replace(plan.config.tracking, trackers=[]), run_id, told)
     webhook = guard.webhook if guard is not None else ""
     logs = "console" not in plan.config.tracking.trackers  # which shows every event
     alerts = AlertTracker(plan.output_dir, webhook, logs=logs)

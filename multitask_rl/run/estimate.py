@@ -24,6 +24,7 @@ from multitask_rl.data.render import render_prompt
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES
 from multitask_rl.models.lora import model_below
+from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
 from multitask_rl.training.forward import SLICE_CELLS
@@ -146,14 +147,13 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     """
     config = plan.config
     width = _width(plan)
+    holders = plan.actor_devices.parts * plan.actor_devices.tensor
     parts: dict[str, float] = {
-        "weights": shape.parameters * width,
-        "gradients": 4 * shape.trainable,
-        "optimizer": moment_bytes(shape.trainable, width),
-        "reference": shape.parameters * width * has_reference(plan),
-        "copy to sample from": shape.parameters
-        * width
-        * (not plan.engine_class.shares_weights or config.rollout_lag > 0),
+        "weights": shape.parameters * width / holders,
+        "gradients": 4 * shape.trainable / holders,
+        "optimizer": moment_bytes(shape.trainable, width) / holders,
+        "reference": shape.parameters * width * has_reference(plan) / holders,
+        "copy to sample from": shape.parameters * _copy_width(plan, width),
         "critic": shape.parameters * (width + 12) * (config.critic.trunk == "separate"),
     }
     batch = config.batch
@@ -433,3 +433,10 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def _copy_width(plan: RunPlan, width: int) -> int:
+    """Return the bytes per parameter of the engine's own weights; 0 if it samples from the actor's."""
+    if sampling_weights(plan.engine_class, plan.config.rollout) == "bfloat16":
+        return 2
+    return width * (not plan.engine_class.shares_weights or plan.samples_from_copy)

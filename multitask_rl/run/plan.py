@@ -93,6 +93,12 @@ class RunPlan:
             if len(rows)
         ]
 
+    @property
+    def samples_from_copy(self) -> bool:
+        """The engine samples from a whole copy of the actor in this process, beside the trained weights."""
+        is_needed = self.config.rollout_lag > 0 or self.actor_devices.is_sharded
+        return is_needed and self.engine_class.shares_weights and self.config.executor == "local"
+
     def describe(self) -> str:
         """Return the resolved arithmetic of a step, as text."""
         batch = self.config.batch
@@ -173,11 +179,12 @@ def plan_run(
             logger.warning("task %s: %s", name, warning)
     _check_devices(plan)
     if engine is not None and (
-        config.executor == "ray" or (config.rollout_lag > 0 and engine.shares_weights)
+        config.executor == "ray"
+        or (engine.shares_weights and (config.rollout_lag > 0 or plan.actor_devices.is_sharded))
     ):
         raise ConfigError(
             "an engine given from Python samples in this process from its own weights: use executor=local, "
-            "and rollout.max_staleness=0 with an engine that shares the actor's weights"
+            "and with an engine that shares the actor's weights rollout.max_staleness=0 and no sharded actor"
         )
     check_overlap(plan)
     with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
@@ -365,19 +372,12 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             f"{config.device_map.get('actor', 'cpu')!r}, batch.context_ranks={config.batch.context_ranks} "
             "cut models or sequences; leave sharded out and set batch.context_ranks=1"
         )
-    if measures_kl(algorithm):
-        if config.model.reference_decay < 1.0:
-            raise ConfigError(
-                f"{where}: type anchor measures the KL to the initial weights, and model.reference_decay="
-                f"{config.model.reference_decay:g} moves the reference; set model.reference_decay=1, or "
-                "algorithm_config: {kl: false}"
-            )
-        if plan.actor_devices.is_sharded:
-            raise ConfigError(
-                f"{where}: type anchor needs the whole initial weights, and device_map.actor="
-                f"{config.device_map['actor']!r} cuts them; set algorithm_config: {{kl: false}}, or leave "
-                "sharded out"
-            )
+    if measures_kl(algorithm) and config.model.reference_decay < 1.0:
+        raise ConfigError(
+            f"{where}: type anchor measures the KL to the initial weights, and model.reference_decay="
+            f"{config.model.reference_decay:g} moves the reference; set model.reference_decay=1, or "
+            "algorithm_config: {kl: false}"
+        )
     if spec.eval_samples > 1 and config.eval.temperature == 0:
         raise ConfigError(
             f"{where}.eval_samples={spec.eval_samples} with eval.temperature=0: greedy responses of a prompt "

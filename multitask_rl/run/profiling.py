@@ -1,4 +1,4 @@
-"""``profile: torch``: a trace of a few steps, and a memory report.
+"""What a run uses of its machine: numbers of each step; with ``profile: torch`` a trace and a memory report.
 
 ``<output_dir>/profile/trace.json.gz`` holds the trainer's thread, for Perfetto (ui.perfetto.dev) or
 chrome://tracing. ``memory.json`` beside it is written when the run closes. Traced steps are slower.
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
@@ -119,6 +123,51 @@ class MemoryWatch:
             "model.gradient_checkpointing=true"
         )
         return numbers, [Event(step=step, source="run", kind="warn", reason=reason, data={"share": share})]
+
+
+class SystemUse:
+    """Processors, memory and GPUs in use, under the names that MLflow's tab "System metrics" shows.
+
+    ``measure`` takes milliseconds, so ``numbers`` repeats its result for ``every_s`` seconds.
+    """
+
+    def __init__(self, every_s: float = 10.0) -> None:
+        self._every_s = every_s
+        self._measured_s = -math.inf
+        self._numbers: dict[str, float] = {}
+        psutil.cpu_percent()  # the first call begins the time that the next one describes
+
+    def numbers(self) -> dict[str, float]:
+        """Return the newest numbers, at most ``every_s`` seconds old."""
+        if time.monotonic() - self._measured_s >= self._every_s:
+            self._numbers, self._measured_s = self.measure(), time.monotonic()
+        return self._numbers
+
+    def measure(self) -> dict[str, float]:
+        """Return percentages and megabytes (10^6 bytes); processors since the last call, the rest as of now.
+
+        Memory of the run is the resident memory of this process and all below it. Memory that processes share
+        counts in each of them. A GPU's utilization (of its last second, as its driver tells it) needs the
+        package ``nvidia-ml-py``.
+        """
+        memory, run_bytes = psutil.virtual_memory(), 0
+        here = psutil.Process()
+        for process in (here, *here.children(recursive=True)):
+            with suppress(psutil.Error):  # it has ended meanwhile
+                run_bytes += process.memory_info().rss
+        found = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / 1e6,
+            "system_memory_usage_percentage": 100.0 * memory.used / memory.total,
+            "run_memory_usage_megabytes": run_bytes / 1e6,
+        }
+        for device in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(device)
+            found[f"gpu_{device}_memory_usage_megabytes"] = (total - free) / 1e6
+            found[f"gpu_{device}_memory_usage_percentage"] = 100.0 * (total - free) / total
+            with suppress(ImportError, RuntimeError):  # no package, or no driver that tells
+                found[f"gpu_{device}_utilization_percentage"] = float(torch.cuda.utilization(device))
+        return {f"system/{name}": value for name, value in found.items()}
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -239,7 +239,7 @@ class Supervisor:
             return self.evaluator.evaluate(step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate(self.progress.step)
-        kept = {name: value.detach().clone() for name, value in self.actor.model.state_dict().items()}
+        restore = self.actor.keep_weights()
         self._has_other_weights = True
         try:
             self.actor.load_weights(actor_dir)
@@ -247,7 +247,7 @@ class Supervisor:
             reference = evaluate(good_step)
         finally:
             with finishing():
-                self.actor.model.load_state_dict(kept)
+                restore()
                 push_weights(self.engine, self.actor)
                 self._has_other_weights = False
         return current, reference

@@ -146,14 +146,15 @@ class ExperienceSource:
         """Undo the draws of batches that were never trained on."""
         if not self._ahead:
             return
-        before = self._ahead[0].before
+        undone = list(self._ahead)
         self.clear()
-        self._scheduler.load_state_dict({**self._scheduler.state_dict(), "carry": before["carry"]})
-        for name, (cursor, num_overlong) in before["cursors"].items():
-            task = self._tasks[name]
-            task.num_overlong = num_overlong
-            if task.stream is not None:
-                task.stream.load_state_dict(cursor)
+        self._scheduler.carry = undone[0].before["carry"]
+        for batch in reversed(undone):  # the oldest cursor of a task counts
+            for name, (cursor, num_overlong) in batch.before["cursors"].items():
+                task = self._tasks[name]
+                task.num_overlong = num_overlong
+                if task.stream is not None:
+                    task.stream.load_state_dict(cursor)
 
     def clear(self) -> None:
         """Drop all batches under way, because their weights are discarded."""
@@ -189,16 +190,16 @@ class ExperienceSource:
         ]
         stop = min([*due, max(config.max_steps, step + 1)])
         for one in range(first, min(step + self._lag, stop - 1) + 1):
+            weights, carry = self._scheduler.weights(), dict(self._scheduler.carry)
+            quotas = self._scheduler.quotas(config.batch.prompts_per_step, one)
             before = {
-                "carry": self._scheduler.state_dict()["carry"],
+                "carry": carry,
                 "cursors": {
                     name: (task.stream.state_dict(), task.num_overlong)
                     for name, task in self._tasks.items()
-                    if task.stream is not None
+                    if task.stream is not None and quotas.get(name)
                 },
             }
-            weights = self._scheduler.weights()
-            quotas = self._scheduler.quotas(config.batch.prompts_per_step, one)
             batch = _Batch(step=one, experience=Experience(weights=weights, quotas=quotas), before=before)
             self._ahead.append(batch)  # from here on ``rewind`` restores what is drawn
             prompts = draw_prompts(self._tasks, quotas, self._actor)

@@ -80,6 +80,10 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
         groups: every group drawn in the step, before filtering.
         metrics: further numbers of the step.
     """
+    if not groups:
+        return TaskStats(
+            task=task.spec.name, num_prompts=0, num_informative=0, reward_mean=math.nan, metrics=metrics
+        )
     everything = [s for group in groups.values() for s in group]
     found = task.metrics.describe(everything)
     task.warnings += task.metrics.unearned(everything)
@@ -192,9 +196,21 @@ def collect_stats(
             kl_coefficient=tasks[name].kl.coefficient,
             **{f"multiplier/{c}": m.value for c, m in tasks[name].multipliers.items()},
         )
-        shift = stream.shift() if stream is not None and own else 0.0
-        stats[name] = replace(task_stats(tasks[name], own, metrics), shift=shift)
+        stats[name] = task_stats(tasks[name], own, metrics)
+        if stream is not None and own:
+            stats[name] = replace(stats[name], shift=stream.shift())
     return stats
+
+
+_ALL_TASKS = 100
+"""Most tasks of which every step logs numbers, sampled or not."""
+
+
+def logged(stats: dict[str, TaskStats]) -> dict[str, TaskStats]:
+    """Return the statistics to log: of all tasks, or with more than 100 of those that have samples."""
+    if len(stats) <= _ALL_TASKS:
+        return stats
+    return {name: own for name, own in stats.items() if own.num_prompts}
 
 
 _NO_RATE = 1e-3

@@ -20,14 +20,14 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
 from multitask_rl.step.task_state import TaskState, render_answer_ids, render_rows
-from multitask_rl.training.runner import ModelRunner
+from multitask_rl.training.backend import TrainingBackend
 
 
 @dataclass(kw_only=True, slots=True)
 class TextMeter:
-    """Measures anchors and tasks without rewards; ``runner`` has the initial weights and the teachers."""
+    """Measures anchors and tasks without rewards; ``backend`` has the initial weights and the teachers."""
 
-    runner: ModelRunner
+    backend: TrainingBackend
     actor: Actor
     engine: RolloutEngine
     tasks: Mapping[str, TaskState]
@@ -44,7 +44,7 @@ class TextMeter:
         with_kl = measures_kl(algorithm) or algorithm.has_teacher
         max_tokens = algorithm.config.max_tokens if isinstance(algorithm, Anchor) else None
         samples = self._given(task, max_tokens, purpose)
-        logprobs, kls = self.runner.score_texts(samples, with_kl=with_kl, task=name)
+        logprobs, kls = self.backend.score_texts(samples, with_kl=with_kl, task=name)
         found = {}
         if not algorithm.has_teacher:
             found["loss"] = _per_text([-own.mean().item() for own in logprobs])

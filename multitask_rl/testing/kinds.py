@@ -312,6 +312,7 @@ def check_tracker(plugin: str, config: Mapping[str, Any] | None = None) -> list[
         tracker.log_datasets([DatasetRecord("math", False, "math.jsonl", 90, lambda: "0f")])
         tracker.log_checkpoint(Path(directory, "actor"), 2, is_best=True, judged_good=False)
         assert repr(given) == repr((parameters, metrics, event, scored)), "it changed what it was given"
+        tracker.log_page("<!doctype html><title>a run</title>")
         tracker.finish(status)
         identity: Any = tracker.run_id
         assert identity is None or isinstance(identity, str), f"run_id is {identity!r}, no text"

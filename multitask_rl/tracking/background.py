@@ -6,6 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,8 @@ MAX_PER_BATCH = 1000
 class BackgroundWriter(threading.Thread):
     """Runs queued calls in order and joins neighbouring points into batches for ``log``.
 
-    ``target`` names the server in messages. At most ``max_queued`` calls and lists of points wait. After
+    ``target`` names the server in messages. Points wait up to ``gather_s`` seconds for others: one write of
+    many costs less than many writes. At most ``max_queued`` calls and lists of points wait. After
     ``max_failures`` in a row nothing more is sent; None = no limit.
     """
 
@@ -28,11 +30,13 @@ class BackgroundWriter(threading.Thread):
         log: Callable[[list[Any]], None],
         *,
         max_per_batch: int = MAX_PER_BATCH,
+        gather_s: float = 0.0,
         max_queued: int = 10_000,
         max_failures: int | None = 5,
     ) -> None:
         super().__init__(name=target, daemon=True)
         self._log, self._max_per_batch, self._max_failures = log, max_per_batch, max_failures
+        self._gather_s = gather_s
         self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
         self.num_failed = 0
         """Points and calls that were lost."""
@@ -60,12 +64,14 @@ class BackgroundWriter(threading.Thread):
     def run(self) -> None:
         """Make the queued calls in order; end when ``None`` comes out of the queue."""
         points: list[Any] = []
+        until_s = 0.0
         item: Callable[[], None] | list[Any] | None = []
         while item is not None:
             item = []
             with contextlib.suppress(queue.Empty):
-                item = self._queue.get(block=not points)  # points wait for nothing that is not queued
+                item = self._queue.get(timeout=max(0.0, until_s - time.monotonic()) if points else None)
             if isinstance(item, list):
+                until_s = until_s if points else time.monotonic() + self._gather_s
                 points = points + item
                 if item and len(points) < self._max_per_batch:
                     continue

@@ -88,6 +88,9 @@ class Tracker:
     def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
         """Record that weights were saved in the directory ``actor``: loadable by transformers."""
 
+    def log_page(self, page: str) -> None:
+        """Keep the page of the run, one HTML file, if the run has one; called once, before ``finish``."""
+
     def finish(self, status: str) -> None:
         """End the run with ``status``: ``finished``, ``failed`` or ``stopped``."""
 
@@ -109,12 +112,14 @@ class Trackers:
         run_id: str | None,
         further: Mapping[str, Tracker] | None = None,
     ) -> None:
+        self.directory = Path(output_dir)
+        """Of the run."""
         self._identities: dict[str, str] = json.loads(run_id) if run_id else {}
         self.failures: dict[str, str] = {}
         """Trackers left out: name -> what went wrong."""
         self._trackers: dict[str, Tracker] = {
             name: load_plugin(TRACKERS, name, expects="log_metrics")(
-                output_dir=Path(output_dir), config=config, run_id=self._identities.get(name)
+                output_dir=self.directory, config=config, run_id=self._identities.get(name)
             )
             for name in dict.fromkeys(config.trackers)
         } | dict(further or {})
@@ -176,6 +181,15 @@ class Trackers:
         self._each(
             lambda tracker: tracker.log_checkpoint(actor, step, is_best=is_best, judged_good=judged_good)
         )
+
+    @property
+    def take_pages(self) -> bool:
+        """Whether a tracker does something with the page of the run."""
+        return any(type(t).log_page is not Tracker.log_page for t in self._trackers.values())
+
+    def log_page(self, page: str) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_page(page))
 
     def finish(self, status: str) -> None:
         """See ``Tracker``."""

@@ -263,6 +263,31 @@ class ConsoleTracker(Tracker):
         return Group(*lines)
 
 
+class ProgressTracker(Tracker):
+    """Tells on standard error, or on ``stream``, how far an evaluation is that records nothing.
+
+    On a terminal one line that changes, elsewhere a line twice a minute.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._told_at = -math.inf
+
+    def log_progress(self, what: str, done: int, total: int) -> None:
+        """Show how many responses have ended."""
+        stream, now = self._stream or sys.stderr, time.monotonic()
+        is_terminal = stream.isatty()
+        if done == 0:
+            self._told_at = now
+        text = f"  {what}: {done:,} of {total:,} responses"
+        if is_terminal and done >= total:
+            stream.write("\r\x1b[K")
+        elif now - self._told_at >= (_REFRESH_S if is_terminal else _PROGRESS_EVERY_S):
+            self._told_at = now
+            stream.write(f"\r{text}\x1b[K" if is_terminal else f"{text}\n")
+        stream.flush()
+
+
 class _NotebookCell:
     """The view below a cell of a notebook, which every drawing replaces; it needs no widgets."""
 

@@ -1,9 +1,9 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
-A background thread does all writes after ``start``; a failing server costs numbers, never the run. Of each
-metric MLflow gets every point before step 200, then one per hundredth of the steps made: its database grows
-with the logarithm of the steps. It cannot delete points: a resumed run sends the points that MLflow lacks
-and leaves out those that it has of repeated steps.
+A background thread does all writes after ``start``; a failing server costs numbers, never the run. MLflow
+takes 0.1 ms of a processor for a point, so it gets every point of the first steps alone, then one per so many
+steps that its database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete points: a
+resumed run sends the points that MLflow lacks and leaves out those that it has of repeated steps.
 
 The curves to look at first have a second name in ``at_a_glance``, the group that MLflow shows first. Rows are
 datasets of the run, some stored rollouts its traces, and saved weights versions of a registered model that
@@ -55,24 +55,31 @@ _MAX_PARAMETER = 500
 _MAX_TAG = 5000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
-_RESOLUTION = 100
-"""Kept points of a metric lie at least this part of the steps made so far apart."""
+_RESOLUTION, _HEADLINE_RESOLUTION = 25, 100
+"""Kept points of a metric lie at least this part of the steps made so far apart: all are kept before step 50,
+and before step 200 those of the metrics to look at first."""
+_NOTE = "mlflow.note.content"
+_PAGE = "report.html"
+_PAGE_LINE = f"Page of the run: [{_PAGE}]"
+_GATHER_S = 5.0
+"""Points of so many seconds go to the store together; a short step's share of one write is small."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _SWEEP_TAG = "multitask_rl.sweep"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _MADE_WITHIN_S = 600.0
 """A database that is being made is not older."""
+_AT_A_GLANCE = "at_a_glance/"
 _HEADLINES = {
-    r"task/([^/]+)/eval": r"at_a_glance/held_out.\1",
-    r"macro/eval": "at_a_glance/held_out",
-    r"worst/eval": "at_a_glance/held_out_worst",
-    r"task/([^/]+)/reward_mean": r"at_a_glance/reward.\1",
-    r"task/([^/]+)/weight": r"at_a_glance/share.\1",
-    r"train/loss": "at_a_glance/loss",
-    r"macro/kl": "at_a_glance/kl",
-    r"macro/entropy": "at_a_glance/entropy",
-    r"time/step_s": "at_a_glance/seconds_per_step",
+    r"task/([^/]+)/eval": rf"{_AT_A_GLANCE}held_out.\1",
+    r"macro/eval": f"{_AT_A_GLANCE}held_out",
+    r"worst/eval": f"{_AT_A_GLANCE}held_out_worst",
+    r"task/([^/]+)/reward_mean": rf"{_AT_A_GLANCE}reward.\1",
+    r"task/([^/]+)/weight": rf"{_AT_A_GLANCE}share.\1",
+    r"train/loss": f"{_AT_A_GLANCE}loss",
+    r"macro/kl": f"{_AT_A_GLANCE}kl",
+    r"macro/entropy": f"{_AT_A_GLANCE}entropy",
+    r"time/step_s": f"{_AT_A_GLANCE}seconds_per_step",
 }
 """What a person looks at first: metric -> its second name, in the group that MLflow shows above all."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -123,7 +130,7 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
             asked, capture_output=True, text=True, timeout=5, check=True
         ).stdout.strip()
     lines = [f"- **{name}**: {task.get('type')}, {task.get('dataset')}" for name, task in tasks.items()]
-    tags["mlflow.note.content"] = "\n".join(
+    tags[_NOTE] = "\n".join(
         [
             f"{model} on {len(tasks)} tasks, in `{directory}`.",
             "",
@@ -284,7 +291,8 @@ class MLflowTracker(Tracker):
         self._experiment = str(run.info.experiment_id)
         self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
         self._has_inputs = bool(run.inputs and run.inputs.dataset_inputs)
-        self._worker = BackgroundWriter(f"MLflow at {redact_text(self.uri)}", self._send_metrics)
+        target = f"MLflow at {redact_text(self.uri)}"
+        self._worker = BackgroundWriter(target, self._send_metrics, gather_s=_GATHER_S)
         self._worker.start()
         self._worker.put(partial(self._send_parameters, parameters))
         if resume_step is not None and former is not None:
@@ -388,7 +396,8 @@ class MLflowTracker(Tracker):
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
         last = self._last_kept.get(name, step)
-        if last < step < last + step // _RESOLUTION:
+        is_headline = name.startswith(_AT_A_GLANCE) or _headlines(name)
+        if last < step < last + step // (_HEADLINE_RESOLUTION if is_headline else _RESOLUTION):
             return False
         self._last_kept[name] = step
         return True
@@ -545,6 +554,18 @@ class MLflowTracker(Tracker):
         client = TracingClient(self.uri)
         client.start_trace(info)
         client.log_spans(self._experiment, spans)
+
+    def log_page(self, page: str) -> None:
+        """Queue the page as the artifact ``report.html``, and a link to it in the run's note."""
+        self._offer("page", partial(self._send_page, page))
+
+    def _send_page(self, page: str) -> None:
+        self._client.log_text(self._run, page, _PAGE)
+        note = self._client.get_run(self._run).data.tags.get(_NOTE, "")
+        if _PAGE_LINE not in note:  # which a user may have edited
+            link = f"#/experiments/{self._experiment}/runs/{self._run}/artifacts/{_PAGE}"
+            head, *below = note.split("\n", 1)  # MLflow shows the first lines
+            self._client.set_tag(self._run, _NOTE, "\n".join([f"{head} {_PAGE_LINE}({link})", *below]))
 
     def _offer(self, kind: str, call: Callable[[], object]) -> None:
         """Queue what a store may lack (an old server, files): if it fails once, the kind is left out."""

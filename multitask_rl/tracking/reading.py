@@ -51,6 +51,8 @@ class RunRecord:
     """By task, in order of steps, without evaluations that a resume or a rollback undid."""
     weights: dict[str, dict[int, float]] = field(default_factory=dict)
     """task -> step -> weight."""
+    shares: dict[str, dict[int, float]] = field(default_factory=dict)
+    """task -> step -> share of the groups that gave a gradient."""
     events: list[dict[str, Any]] = field(default_factory=list)
     directory: Path = Path()
     """Where the records are."""
@@ -76,10 +78,12 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
     def typed(types: Mapping[str, Callable[[Any], Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda line: {**line, **{key: as_type(line[key]) for key, as_type in types.items()}}
 
-    def task_weights(line: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-        names = [key for key in line if key.startswith("task/") and key.endswith("/weight")]
-        own = {key[len("task/") : -len("/weight")]: line[key] for key in names}
-        return int(line["step"]), {task: float(value) for task, value in own.items() if value is not None}
+    def task_numbers(line: Mapping[str, Any]) -> tuple[int, list[tuple[str, str, float]]]:
+        parts = [(key.split("/"), value) for key, value in line.items() if key.startswith("task/")]
+        own = [
+            (k[1], k[2], value) for k, value in parts if len(k) == 3 and k[2] in ("weight", "share_trained")
+        ]
+        return int(line["step"]), [(t, metric, float(value)) for t, metric, value in own if value is not None]
 
     evaluations: dict[str, list[Evaluation]] = {}
     for evaluation in read_lines(directory / "evaluations.jsonl", lambda line: _evaluation(line, names)):
@@ -93,16 +97,17 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
         return RunRecord(
             name=name or str(directory), config=config, evaluations=evaluations, directory=directory
         )
-    weights: dict[str, dict[int, float]] = {}
-    for step, own in read_lines(directory / "metrics.jsonl", task_weights):
-        for task, value in own.items():
-            weights.setdefault(names.get(task, task), {})[step] = value
+    numbers: dict[str, dict[str, dict[int, float]]] = {"weight": {}, "share_trained": {}}
+    for step, own in read_lines(directory / "metrics.jsonl", task_numbers):
+        for task, metric, value in own:
+            numbers[metric].setdefault(names.get(task, task), {})[step] = value
     return RunRecord(
         name=name or str(directory),
         config=config,
         evaluations=evaluations,
         directory=directory,
-        weights=weights,
+        weights=numbers["weight"],
+        shares=numbers["share_trained"],
         events=list(read_lines(directory / "events.jsonl", typed(_EVENT))),
         stages=summarise(read_lines(directory / "timeline.jsonl", typed(_SPAN))),
     )

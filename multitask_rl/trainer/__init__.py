@@ -39,7 +39,7 @@ from multitask_rl.run.assembly import (
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, plan_run
-from multitask_rl.run.profiling import MemoryWatch
+from multitask_rl.run.profiling import MemoryWatch, SystemUse
 from multitask_rl.run.state import RunProgress
 from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.step.experience import Experience
@@ -48,6 +48,7 @@ from multitask_rl.step.metrics import (
     StepReport,
     collect_stats,
     explained,
+    logged,
     observe_groups,
     some_of_each,
     step_numbers,
@@ -140,7 +141,7 @@ class Trainer:
         self.scorer = build_scorer(plan)
         self._inserted: list[tuple[Stage, str]] = []
         self._parts: RunParts | None = None
-        self._memory = MemoryWatch()
+        self._memory, self._system = MemoryWatch(), SystemUse()
         self._is_closed = False
         with self._closing_on_error():
             self.scorer.start()
@@ -310,7 +311,8 @@ class Trainer:
             self.guard.record_step(step, stats)
         events += self.scorer.health_events(step)
         for name, own in stats.items():
-            events += self.tasks[name].control(own, step)
+            if own.num_prompts:
+                events += self.tasks[name].control(own, step)
         supervisor.note(events)
         recorded = some_of_each(drawn, self.config.tracking.store_rollouts)
         if parts.trackers.record_rollouts:
@@ -322,11 +324,12 @@ class Trainer:
         report.seconds = timeline.seconds(step)
         memory, full = self._memory.observe(step)
         supervisor.note(full)
-        shares = {**timeline.end_step(step, parts.experience.running()), **memory}
+        shares = {**timeline.end_step(step, parts.experience.running()), **memory, **self._system.numbers()}
         if parts.profiler is not None:
             parts.profiler.step()
         self.progress.step += 1
-        numbers = {**step_numbers(report, stats, self.tasks), **self.scheduler.metrics(), **shares}
+        stats = logged(stats)
+        numbers = {**step_numbers(report, stats, self.tasks), **self.scheduler.metrics(stats), **shares}
         parts.trackers.log_metrics(numbers, self.step)
         parts.trackers.log_rollouts(recorded, self.step)
         return report

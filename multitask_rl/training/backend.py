@@ -148,7 +148,7 @@ class TrainingBackend:
     """
 
     runner: ModelRunner
-    """The whole models in this process, for engines, checkpoints and credit."""
+    """The models in this process. Of an actor with ``parts`` it has the shapes, and adapters."""
     optimizer: ActorCriticOptimizer
     """Of the parameters in ``runner``."""
 
@@ -170,8 +170,14 @@ class TrainingBackend:
         """
         raise NotImplementedError
 
+    def score_texts(
+        self, samples: Sequence[TrainSample], *, with_kl: bool, task: str = ""
+    ) -> tuple[list[Tensor], list[Tensor] | None]:
+        """See ``ModelRunner.score_texts``."""
+        return self.runner.score_texts(samples, with_kl=with_kl, task=task)
+
     def gather_weights(self) -> None:
-        """Copy parts of the weights that other processes moved in the last step into ``runner``."""
+        """Copy adapters of which other processes have moved parts in the last step into ``runner``."""
 
     def ema_update(self) -> None:
         """Move the reference one update towards the actor; a fixed reference stays."""

@@ -62,8 +62,12 @@ class CreditAssigner:
         """
         credited: list[CreditedSample] = []
         metrics: dict[str, dict[str, float]] = {}
+        by_task: dict[str, list[TrainSample]] = {}
+        for sample in samples:
+            if len(sample.response_ids):
+                by_task.setdefault(sample.task, []).append(sample)
         for name, task in self._tasks.items():
-            if own := [s for s in samples if s.task == name and len(s.response_ids)]:
+            if own := by_task.get(name):
                 part, metrics[name] = self._credit_task(task, own)
                 credited.extend(part)
         return credited, metrics

@@ -79,10 +79,6 @@ class Masters:
             self._versions[parameter] = -1
         return own
 
-    def forget(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Drop the master of ``parameter``; return what the optimizer moved for it."""
-        return self._masters.pop(parameter, parameter)
-
     def clear(self) -> None:
         """Drop all masters."""
         self._masters.clear()

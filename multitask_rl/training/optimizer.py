@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,10 +44,6 @@ class StateSharing:
 
     def __init__(self, actor: Sequence[nn.Parameter], critic: Sequence[nn.Parameter]) -> None:
         self.groups = (actor, critic)
-
-    def is_own(self, parameter: nn.Parameter) -> bool:
-        """Whether the state of ``parameter`` is in this process."""
-        return True
 
     def sum_gradients(self) -> None:
         """Sum each parameter's gradients of all processes, in float32, in the process that has its state."""
@@ -95,14 +91,11 @@ class ActorCriticOptimizer:
         )
         self.scales_loss = scales_loss
         self._scale = FIRST_SCALE if scales_loss else 1.0
-        self.num_loads = 0
-        """How often the state was replaced; other processes then need their parts again."""
         self._sharing = StateSharing(actor, critic)
 
     def share_out(self, sharing: StateSharing) -> None:
-        """From now on keep the state of this process's own parameters only, and move only these."""
+        """From now on move only this process's own parameters."""
         self._sharing = sharing
-        self.num_loads += bool(self._adamw.state)
 
     @property
     def state_bytes(self) -> int:
@@ -182,19 +175,8 @@ class ActorCriticOptimizer:
             CheckpointError: a tensor has another shape than its parameter.
         """
         state: dict[nn.Parameter, dict[str, Any]] = {}
-        for name, value in tensors.items():
-            owner, _, key = name.rpartition("|")
-            parameter = parameters.get(owner)
-            if parameter is None:
-                continue
-            if value.dim() and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
-                    f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
-                )
-            is_own = self._sharing.is_own(parameter)
-            state.setdefault(parameter, {})[key] = value.to(parameter.device if is_own else "cpu").clone()
-        self.num_loads += 1
+        for parameter, key, value in fitting_state(tensors, parameters):
+            state.setdefault(parameter, {})[key] = value.to(parameter.device).clone()
         self._adamw.state.clear()
         self._masters.clear()
         for parameter, values in state.items():
@@ -206,7 +188,23 @@ class ActorCriticOptimizer:
                 key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()
             }
 
-    def forget(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Drop the state of ``parameters``; other processes have it now."""
-        for parameter in parameters:
-            self._adamw.state.pop(self._masters.forget(parameter), None)
+
+def fitting_state(
+    tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
+    """Yield parameter, key and value of saved state, without parameters that are not here.
+
+    Raises:
+        CheckpointError: a tensor has another shape than its parameter.
+    """
+    for name, value in tensors.items():
+        owner, _, key = name.rpartition("|")
+        parameter = parameters.get(owner)
+        if parameter is None:
+            continue
+        if value.dim() and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {name!r} has shape {tuple(value.shape)}, the parameter has "
+                f"{tuple(parameter.shape)}; the checkpoint belongs to another model"
+            )
+        yield parameter, key, value

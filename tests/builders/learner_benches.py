@@ -13,12 +13,13 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.algorithms.sft import SFT
-from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, OptimizerConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.credit import CreditAssigner, LearnerTask
@@ -42,10 +43,12 @@ class Bench:
         trunk="actor",
         actor=None,
         rate=1e-3,
+        weights="actor",
         **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
+            rollout=RolloutConfig(engine_config={"weights": weights}),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
             optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0),
         )
@@ -122,6 +125,7 @@ class RanksBench(Bench):
         context=1,
         sharded=False,
         tensor=1,
+        parts=0,
         checkpointing=False,
         launch=ForkedRank,
         host="127.0.0.1",
@@ -144,6 +148,7 @@ class RanksBench(Bench):
             context=context,
             sharded=sharded,
             tensor=tensor,
+            parts=parts,
             host=host,
             num_threads=1,
         )
@@ -152,6 +157,11 @@ class RanksBench(Bench):
 
 def parameters_of(bench):
     return dict([*bench.actor.model.named_parameters(), *bench.critic.named_parameters()])
+
+
+def weights_of(bench):
+    """Return whole weights by the names of ``parameters_of``, wherever they are."""
+    return parameters_of(bench) | (dict(bench.actor.parts.stream()) if bench.actor.parts else {})
 
 
 def moments(bench):
@@ -194,7 +204,7 @@ def assert_ranks_sample_as_one_does(bench):
             return super().generate_stream(own)
 
     alone, own = (
-        cls.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
+        build_engine(cls, bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused"))
         for cls in (HFEngine, Counting)
     )
     expected, found = alone.generate(requests), bench.backend.spread(own).generate(requests)
@@ -209,14 +219,15 @@ def assert_ranks_sample_as_one_does(bench):
 
 def assert_a_gradient_that_is_not_finite_moves_nothing(bench):
     """Whichever rank has it, and whichever owns the parameters."""
-    before = {name: p.detach().clone() for name, p in parameters_of(bench).items()}
+    before = {name: p.detach().clone() for name, p in weights_of(bench).items()}
     for spoilt in (0, len(bench.credited) - 1):
         active = [(c, 1.0) for c in bench.credited]
         active[spoilt] = (active[spoilt][0], float("nan"))
         assert bench.backend.step(active, 1.0).norms is None
         bench.backend.gather_weights()
+        found = weights_of(bench)
         for name, parameter in parameters_of(bench).items():
-            assert torch.equal(parameter, before[name])
+            assert torch.equal(found[name], before[name])
             assert parameter.grad is None
 
 
@@ -235,9 +246,9 @@ def assert_a_call_beside_unfetched_samples_is_refused(bench):
 
 
 def assert_same_weights(found, expected):
-    wanted = parameters_of(expected)
-    for name, parameter in parameters_of(found).items():
-        torch.testing.assert_close(parameter, wanted[name], rtol=1e-3, atol=1e-5)
+    wanted, weights = parameters_of(expected), weights_of(found)
+    for name in parameters_of(found):
+        torch.testing.assert_close(weights[name], wanted[name].data, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
@@ -247,6 +258,9 @@ def begin_alike(bench, other):
     kept = bench.backend.optimizer_tensors({id(p): n for n, p in wanted.items()})
     for name, parameter in wanted.items():
         parameter.mul_(0.9)
-        parameters[name].copy_(parameter)
+        if other.actor.parts is None or name not in other.actor.parts.stream():
+            parameters[name].copy_(parameter)
+    if other.actor.parts is not None:
+        other.actor.parts.load(wanted)
     for one, own in ((bench, wanted), (other, parameters)):
         one.backend.load_optimizer({n: 0.5 * t for n, t in kept.items()}, own)

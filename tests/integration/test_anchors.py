@@ -1,12 +1,16 @@
 """Anchors: forgetting is measured on texts and prompts that no task trains on."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from multitask_rl.cli import main
+from multitask_rl.config.run import EvalConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.trainer import Trainer
@@ -106,6 +110,29 @@ def test_the_report_says_what_training_changed_elsewhere(finished, capsys):
     shown = capsys.readouterr().out
     assert shown.splitlines()[0].split()[:2] == ["training", "on"]
     assert sum(line.split()[:2] == ["copy", "copy"] for line in shown.splitlines()) == 2
+
+
+def test_the_replay_of_the_page_keeps_what_the_anchor_measures(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "task-types.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```yaml\n(tasks:\n  chats: .*?)^```$", page, re.DOTALL | re.MULTILINE)
+    tasks = yaml.safe_load(block)["tasks"]
+    del tasks["stay"]  # needs a teacher
+    tasks["copy"] = {"dataset": "copy.jsonl", "rewards": ["rewards.py:starts_right"]}
+    write_run(tmp_path, yaml.safe_dump({"tasks": tasks}))
+    for name, letters in (("chats", "abc"), ("chats_held_out", "ab")):
+        rows = [{"id": f"{name}{i}", "prompt": f"{c}>", "reply": f"1{c}2"} for i, c in enumerate(letters * 4)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    losses = {}
+    for weight in (0.1, 0.0):
+        tasks["replay"]["weight"] = weight
+        (tmp_path / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}))
+        config = run_config(tmp_path, f"weight_{weight}", 8, eval=EvalConfig(every=8, num_prompts=8))
+        with Trainer.from_config(replace(config, guard=replace(config.guard, enabled=False))) as trainer:
+            trainer.train()
+            history = dict(trainer.history)
+            losses[weight] = [history[step]["chats"].primary.mean for step in (0, 8)]
+    assert losses[0.1][0] == losses[0.0][0]
+    assert losses[0.1][1] < losses[0.0][1] - 0.05
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
 from multitask_rl.trainer import Trainer
-from run_builders import build_actor, run_config, undocumented, write_run
+from run_builders import build_actor, run_config, train, undocumented, write_run
 
 TASKS = """
 tasks:
@@ -88,6 +88,29 @@ def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
     assert row["low"] <= row["delta"] <= row["high"]
     assert base["metrics"]["pass@2"]["n"] == len(base["values"]) == 8
     assert not (here / "runs").exists()
+
+
+def test_a_run_or_its_checkpoint_is_sampled_as_the_run_is(here, capsys):
+    config = run_config(here, "out", 1, rollout=RolloutConfig(max_new_tokens=3))
+    train(replace(config, eval=replace(config.eval, num_prompts=4, temperature=0.5)))
+    checkpoint = "out/checkpoints/step_00000001"
+    told = "rollout.max_new_tokens=3, rollout.top_p=1.0, rollout.top_k=0, eval.temperature=0.5; keys"
+    keys = ["eval.num_prompts=4", "scoring.num_workers=1", "--json"]
+
+    def longest(*arguments):
+        assert main(["eval", *arguments, "tasks.yaml", *keys]) == 0
+        shown = capsys.readouterr()
+        (found,) = json.loads(shown.out.splitlines()[-1])["models"].values()
+        return found["copy"]["metrics"]["length"]["mean"], shown.err
+
+    length, shown = longest(checkpoint)
+    assert length <= 3
+    assert told in shown
+    keys += ["rollout.max_new_tokens=8"]
+    length, shown = longest("out")
+    assert length > 3
+    assert "max_new_tokens=8, " in shown
+    assert "eval.temperature=0.5" in shown
 
 
 def test_adapters_are_evaluated_on_the_model_below_them(here, capsys):

@@ -74,6 +74,19 @@ def test_bundled_tasks_are_named_with_what_they_are(here):
     assert not (here / "game/rewards.py").exists()
 
 
+def test_what_is_fetched_from_the_hub_is_told_with_what_to_do_without_a_network(here, capsys):
+    assert main(["init", "a", "--model", "actor", "--tasks", "own,number_game", "--yes"]) == 0
+    assert "hub" not in capsys.readouterr().out
+    assert main(["init", "b", "--model", "some/model", "--tasks", "math,gsm8k", "--yes"]) == 0
+    told = capsys.readouterr().out
+    math = "HuggingFaceH4/MATH-500 and EleutherAI/hendrycks_math (task math)"
+    assert f"fetches the model some/model, {math}, openai/gsm8k (task gsm8k) from" in told
+    assert "HF_HUB_OFFLINE=1" in told
+    text = (here / "b/tasks.yaml").read_text()
+    assert "# dataset_config: {source: PATH}   # a file with a column split" in text
+    assert load_tasks(str(here / "b/tasks.yaml")).keys() == {"math", "gsm8k"}
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [

@@ -12,6 +12,7 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import read_weights
 from multitask_rl.run.plan import plan_ranks, plan_run
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, train, undocumented, weights_hash, write_run
@@ -58,11 +59,25 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(place, ex
 
 def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_ended(place, expected):
     sharded = {"device_map": {"actor": "cpu:0-1 sharded"}}
-    train(run_config(place, "changing", 2, **sharded))
+    rows = [{"id": number, "prompt": f"{letter}>", "answer": "abc"} for number, letter in enumerate("abc")]
+    (place / "texts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    anchor = {"type": "anchor", "dataset": str(place / "texts.jsonl"), "answer": "{answer}"}
+    train(run_config(place, "changing", 2, tasks={"keep": anchor}, **sharded))
+    records = [
+        json.loads(line) for line in (place / "changing" / "evaluations.jsonl").read_text().splitlines()
+    ]
+    kept = [r["metrics"]["kl"]["mean"] for r in records if r["task"] == "keep"]
+    assert all(kl > 0.0 for kl in kept)
+    assert len(kept) == 1
     in_layers = {"device_map": {"actor": "cpu:0-1 tensor=2"}}
     changing = train(run_config(place, "changing", 3, **in_layers))
     for name, found in changing.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=2e-5)
+    # what parts wrote is what one process reads, bit for bit
+    one = train(run_config(place, "changing", 4))
+    saved = read_weights(place / "changing" / "checkpoints" / "step_00000003" / "actor")
+    assert weights_hash(changing) != weights_hash(one)
+    assert all(torch.equal(saved[name], p) for name, p in changing.actor.model.named_parameters())
 
 
 def test_parts_of_gradients_are_not_compared(place):

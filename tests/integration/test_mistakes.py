@@ -90,7 +90,7 @@ MISTAKES = {
     "a key of another engine": (
         [*TRAIN, "rollout.engine_config.max_num_seqs=4"],
         task(),
-        ["rollout.engine_config", "'max_num_seqs'", "Remove the keys"],
+        ["rollout.engine_config", "unknown key 'max_num_seqs'", "allowed: weights"],
     ),
     "a device that is not there": (
         [*TRAIN, "device_map.actor=cuda:97"],

@@ -14,7 +14,7 @@ from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
-CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
 
 OVERLAP = {
     "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),

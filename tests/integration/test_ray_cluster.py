@@ -1,6 +1,7 @@
 """A run over three Ray nodes on this machine: one is killed, the run goes on and ends as in one process."""
 
 import json
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -46,6 +47,9 @@ def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, monkeypatc
                 if self.num_steps == 2:
                     cluster.add_node(num_cpus=1)
                     cluster.remove_node(first, allow_graceful=False)
+                    # its workers outlive it by a second, in which a fast machine would end the run
+                    while sum(node["Alive"] for node in ray.nodes()) > 3:
+                        time.sleep(0.1)
                 return items
 
         remote = Trainer.from_config(run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig()))

@@ -1,7 +1,12 @@
 """The same run on Ray: same seed, same weights, same rollouts as in process."""
 
 import json
+import os
+import shutil
+import signal
+import tempfile
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -33,19 +38,33 @@ STREAMING = TASKS.replace("mode: reject, max_attempts: 3", "mode: lagrangian, li
 assert STREAMING != TASKS
 
 
-def test_a_run_on_ray_equals_the_run_in_process(tmp_path):
+def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_path, monkeypatch):
     import ray
 
+    sessions = Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets lie in it
+    monkeypatch.setenv("RAY_TMPDIR", str(sessions))
+    for name, lock in (("killed", "multitask_rl.lock"), ("of_another_program", "raylet.log")):
+        (sessions / "ray" / f"session_{name}").mkdir(parents=True)
+        (sessions / "ray" / f"session_{name}" / lock).touch()
     write_run(tmp_path, STREAMING + ECHO + "    max_response_tokens: 6\n")
     (tmp_path / "worlds.py").write_text(ECHO_WORLD)
     settings = {"rollout": RolloutConfig(max_new_tokens=4, lockstep=True)}
+    told = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     local = train(run_config(tmp_path, "local", 2, **settings))
     try:
         remote = train(
             run_config(tmp_path, "ray", 2, executor="ray", ray=RayConfig(num_engines=1), **settings)
         )
+        left = sorted(path.name for path in (sessions / "ray").glob("session_*") if path.is_dir())
+        assert signal.getsignal(signal.SIGTERM).__module__ == __name__
+        os.kill(os.getpid(), signal.SIGTERM)  # what Slurm sends: the run must get it, not Ray
+        assert told == [signal.SIGTERM]
     finally:
+        signal.signal(signal.SIGTERM, before)
         ray.shutdown()
+        shutil.rmtree(sessions)
+    assert left == ["session_of_another_program"]
     assert any('"flagged"' in row for row in lines(tmp_path / "ray", "rollouts.jsonl"))
     assert weights_hash(remote) == weights_hash(local)
     same = [lines(tmp_path / name, "rollouts.jsonl", without=("world_s",)) for name in ("local", "ray")]

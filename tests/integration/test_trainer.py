@@ -29,7 +29,7 @@ from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
-CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for")
+CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
 
 
 @pytest.fixture(scope="module")

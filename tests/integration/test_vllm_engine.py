@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
+from multitask_rl.models.weights import WeightStream
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
@@ -100,6 +101,14 @@ def test_updates_by_copies_alone_give_what_a_reload_gives(engine: VLLMEngine, ti
     # weights of other names are not the plan's: vLLM's own way
     engine.update_weights({name: tied.state_dict()[name] for name in start}, 102)
     assert engine.verify(tied, ids, tolerance=1e-4) <= 1e-4
+    # in buckets, as those of a sharded actor come: by the plan, and vLLM's own way
+    for model, chosen in ((other, names), (tied, names), (other, list(start))):
+        like = {name: model.state_dict()[name] for name in chosen}
+        stream = WeightStream(like, lambda asked, like=like: {n: like[n].clone() for n in asked}, most=4096)
+        assert len(stream.buckets) > 3
+        engine.update_weights(stream, 103)
+        assert engine.verify(model, ids, tolerance=1e-4) <= 1e-4
+    engine.update_weights({name: tied.state_dict()[name] for name in names}, 104)
 
 
 def test_a_groups_prompt_is_computed_once(engine: VLLMEngine) -> None:

@@ -20,9 +20,9 @@ KeyPath = tuple[str | int, ...]
 OVERRIDE = -1
 """Line of a value from the command line or from Python."""
 
-MAX_BYTES = 1 << 19
+MAX_BYTES = 1 << 23
 """Size of a configuration file at most."""
-MAX_NODES = 50_000
+MAX_NODES = 200_000
 """Values in a document at most; a few aliases of aliases can otherwise exceed the memory."""
 
 _MAX_DEPTH = 60

@@ -23,6 +23,7 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
+from multitask_rl.models.weights import like_of
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.vllm.start import VLLMConfig, num_workers_elsewhere, start_vllm
@@ -267,7 +268,7 @@ class VLLMEngine(RolloutEngine):
         self._check_idle()
         if not weights:
             raise EngineError("no weights: vLLM has a copy of its own, which needs those of the actor")
-        for name, tensor in weights.items():
+        for name, tensor in like_of(weights).items():
             if self._shapes.get(name, tensor.shape) != tensor.shape:
                 raise EngineError(
                     f"weight {name!r} has shape {list(tensor.shape)}, the engine was started with "

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from multitask_rl.models.weights import buckets_of
+
 _aten = torch.ops.aten
 _HARMLESS = {_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default, _aten.detach.default}
 
@@ -45,12 +47,19 @@ class WeightPlan:
     @torch.no_grad()
     def apply(self, weights: Mapping[str, Tensor]) -> None:
         """Copy ``weights``, which have the shapes of the recording, into the engine."""
-        whole = {name: weights[name].detach().contiguous() for name in {c.name for c in self.copies}}
-        sources = [
-            whole[c.name].as_strided(c.size, c.stride, whole[c.name].storage_offset() + c.offset)
-            for c in self.copies
-        ]
-        torch._foreach_copy_([c.target for c in self.copies], sources)
+        copies: dict[str, list[_Copy]] = {}
+        for copy in self.copies:
+            copies.setdefault(copy.name, []).append(copy)
+        for names in buckets_of(weights):
+            chosen = [copy for name in names for copy in copies.get(name, ())]
+            whole = {name: weights[name].detach().contiguous() for name in {c.name for c in chosen}}
+            sources = [
+                whole[c.name].as_strided(c.size, c.stride, whole[c.name].storage_offset() + c.offset)
+                for c in chosen
+            ]
+            if chosen:
+                torch._foreach_copy_([c.target for c in chosen], sources)
+            del whole, sources  # before the next bucket takes memory
         for layer, plain in self.packed:
             if plain is not None:
                 layer.weight = plain
@@ -65,7 +74,7 @@ def reload(worker: Any, weights: Mapping[str, Tensor]) -> None:
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-    worker.reload_weights(weights_iterator=iter([(name, t.detach()) for name, t in weights.items()]))
+    worker.reload_weights(weights_iterator=((name, t.detach()) for name, t in weights.items()))
     for module in worker.model_runner.get_model().modules():
         if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
             module.quant_method.process_weights_after_loading(module)
@@ -73,6 +82,7 @@ def reload(worker: Any, weights: Mapping[str, Tensor]) -> None:
 
 def record_plan(worker: Any, weights: Mapping[str, Tensor]) -> WeightPlan | str:
     """Reload ``weights`` in ``worker``; return the plan that repeats it, or why there is none."""
+    weights = dict(weights)  # a plan tells weights by where they are in memory
     with _Recorder(worker.model_runner.get_model(), weights) as recorder:
         reload(worker, weights)
     return recorder.plan()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multitask_rl.models.weights import buckets_of, like_of
 from multitask_rl.rollout.vllm.plan import WeightPlan, record_plan, reload
 
 _ALIGNMENT = 64
@@ -96,13 +97,14 @@ class SharedWeights:
     @torch.no_grad()
     def parcel(self, weights: Mapping[str, Tensor]) -> Parcel:
         """Return a parcel for ``WeightReceiver.take_weights``; it is valid until the next call."""
-        if self.by_handles and all(tensor.is_cuda for tensor in weights.values()):
+        like = like_of(weights)
+        if self.by_handles and like is weights and all(tensor.is_cuda for tensor in weights.values()):
             tensors = {name: tensor.detach() for name, tensor in weights.items()}
             # torch registers CUDA handles with this pickler; a handle counts its readers: one copy per reader
             return ["cuda", [bytes(ForkingPickler.dumps(tensors)) for _ in range(self._num_workers)]]
         entries: list[list[Any]] = []  # name, type, shape, first byte
         size = 0
-        for name, tensor in weights.items():
+        for name, tensor in like.items():
             entries.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), size])
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         if size > len(self._memory):
@@ -112,7 +114,8 @@ class SharedWeights:
             os.ftruncate(self._descriptor, size)
             self._memory = _map(self._descriptor, size)
         views = _views(self._memory, entries)
-        torch._foreach_copy_([views[name] for name in weights], [t.detach() for t in weights.values()])
+        for names in buckets_of(weights):
+            torch._foreach_copy_([views[name] for name in names], [weights[name].detach() for name in names])
         return ["memory", f"/proc/{os.getpid()}/fd/{self._descriptor}", len(self._memory), entries]
 
     def close(self) -> None:

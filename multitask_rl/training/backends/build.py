@@ -43,6 +43,7 @@ def build_backend(
     *,
     sharded: bool = False,
     tensor: int = 1,
+    parts: int = 1,
 ) -> TrainingBackend:
     """Return the backend of one process, or of one learner rank per device of (actor, critic).
 
@@ -78,6 +79,7 @@ def build_backend(
             context=config.batch.context_ranks,
             sharded=sharded,
             tensor=tensor,
+            parts=parts,
             host=host,
             num_threads=threads,
         )

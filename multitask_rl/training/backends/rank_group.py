@@ -1,6 +1,6 @@
 """The training backend of several learner ranks, as rank 0 sees it.
 
-Rank 0 is the trainer's process and holds whole models; the other ranks hold copies or parts. A weight that
+Rank 0 is the trainer's process. All ranks hold copies of the models, or all hold parts. A whole weight that
 changes here outside a step (restored checkpoint, rescaled head) has a new tensor version; the next call sends
 it first.
 """
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.weights import WeightStream
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
@@ -47,6 +49,7 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.forward import split_head
+from multitask_rl.training.optimizer import fitting_state
 from multitask_rl.training.runner import Passes
 from multitask_rl.training.shared_prompt import supports_shared_prompts
 
@@ -61,8 +64,9 @@ class RankGroup(TrainingBackend):
         config, launch: the run, and how a rank is started.
         devices: of actor and critic, by rank.
         context: ranks that share a sequence.
-        sharded: every rank holds a part of actor and reference; this process also keeps the whole actor.
+        sharded: every rank holds a part of actor and reference.
         tensor: ranks that compute every layer together; above 1 only with ``sharded``.
+        parts: ranks with different samples that hold a copy together, if ``sharded``; 0 = all.
         host: address by which the other ranks reach this process.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
 
@@ -81,6 +85,7 @@ class RankGroup(TrainingBackend):
         context: int = 1,
         sharded: bool = False,
         tensor: int = 1,
+        parts: int = 0,
         host: str = "127.0.0.1",
         num_threads: int = 0,
     ) -> None:
@@ -91,6 +96,8 @@ class RankGroup(TrainingBackend):
         self._others = range(1, self.num_ranks)
         if sharded:
             check_shardable(runner, tensor)
+        else:
+            parts = 0
         models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
             frozen, self._tensors = freeze((*models, main.tasks, config))
@@ -99,7 +106,7 @@ class RankGroup(TrainingBackend):
                 f"learner ranks: the models cannot be sent to other processes: {error}; "
                 "name one device in device_map.actor"
             ) from error
-        self._version, self._number_in_step, self._num_loads = -1, 0, 0
+        self._version, self._number_in_step = -1, 0
         self._known = [-1] * len(self._tensors)
         """Version of each tensor that the other ranks have."""
         self._places: dict[int, int] = {}
@@ -116,7 +123,7 @@ class RankGroup(TrainingBackend):
             connections.collect("arrived", "step")
 
         def join() -> Ranks:
-            sizes = (self.num_ranks, context, tensor)
+            sizes = (self.num_ranks, context, tensor, parts)
             return Ranks(0, *sizes, address=host, store=store, device=runner.actor.device)
 
         try:
@@ -124,6 +131,7 @@ class RankGroup(TrainingBackend):
             setup = Setup(
                 context=context,
                 tensor=tensor,
+                parts=parts,
                 host=host,
                 port=port,
                 devices=[(str(runner.actor.device), str(runner.critic.device)), *devices[1:]],
@@ -140,7 +148,7 @@ class RankGroup(TrainingBackend):
             self._undo.callback(self._ranks.close)
             connections.on_lost = self._ranks.abort
             self._ranks.before_sum = wait_for_all
-            self._send_tensors()
+            self._synchronise()
             self._state: SharedState
             self._shards: Shards
             """Of sharded models only."""
@@ -158,9 +166,10 @@ class RankGroup(TrainingBackend):
             raise
 
     def _shard(self) -> None:
-        """Cut the models of all ranks. This process keeps the whole actor for engines and checkpoints."""
+        """Cut the models of all ranks. The actor keeps its adapters; its other weights are in the ranks."""
         runner = self.runner
         actor, reference = runner.actor, runner.reference
+        is_adapted = actor.config.lora.rank > 0
         number = {p.data_ptr(): place for place, p in enumerate(actor.model.parameters())}
         cut = {p.data_ptr() for p in (reference.parameters() if reference is not None else ())}
         at = [t.data_ptr() for t in self._tensors]
@@ -170,16 +179,31 @@ class RankGroup(TrainingBackend):
             self._tensors[i] = torch.empty(0)
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
         expected = probe(actor.model, Passes())
-        # the copy shares the actor's buffers: a change of one is seen in the other
-        same = {id(buffer): buffer for buffer in actor.model.buffers()}
+        # the copy takes over the weights and shares the buffers: a change of one is seen in the other
+        whole = {n: p for n, p in actor.model.named_parameters() if not (is_adapted and p.requires_grad)}
+        same: dict[int, Any] = {id(buffer): buffer for buffer in actor.model.buffers()}
+        same |= {id(p): torch.nn.Parameter(p.detach(), p.requires_grad) for p in whole.values()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
-        parts = (double, runner.critic, reference, self._main.tasks, self._config, self._ranks)
+        del same
         work = dict.fromkeys(self._others, (self._places, gone, traits))
+        places = {p.data_ptr() for p in whole.values()}
+        for i in [i for i, place in enumerate(at) if place in places]:
+            self._tensors[i] = torch.empty(0)
+            self._places.pop(i)
+        for parameter in whole.values():
+            nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+            parameter.data = nothing.expand(parameter.shape)
+        self._emptied = whole
+        parts = (double, runner.critic, reference, self._main.tasks, self._config, self._ranks)
         (self._own, state), _ = self._call(Replica.shard, work, lambda: shard_learner(*parts, *traits))
         self._state, self._shards = state, state.shards
         self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks), expected))
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
+        numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}
+        named = actor.model.named_parameters(remove_duplicate=False)
+        self._numbers = {name: numbers[id(p)] for name, p in named}
+        actor.parts = self
 
     def _call(
         self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
@@ -340,17 +364,62 @@ class RankGroup(TrainingBackend):
     @torch.no_grad()
     def gather_weights(self) -> None:
         """See ``TrainingBackend``."""
-        if self._own is self._main:
-            return
-        wholes = dict(self.runner.actor.model.named_parameters())
+        if self._places:
+            actor = self.runner.actor
+            adapters = {n: p for n, p in actor.model.named_parameters() if n not in self._emptied}
+            for name, found in self._gather(list(adapters)).items():
+                adapters[name].copy_(found)
+            self._remember()
+
+    def _gather(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return whole weights of the actor; persistent buffers are in this process."""
+        model = self.runner.actor.model
+        found = {name: model.get_buffer(name) for name in names if name not in self._numbers}
+        numbers = {name: self._numbers[name] for name in names if name in self._numbers}
 
         def gather() -> None:
-            for name, found in self._shards.gather():
-                if wholes[name].requires_grad:
-                    wholes[name].copy_(found)
+            for name, number in numbers.items():
+                found[name] = self._shards.gather(number)
 
-        self._call(Replica.gather, {}, gather)
-        self._remember()
+        self._call(Replica.gather, dict.fromkeys(self._others, ([*numbers.values()],)), gather)
+        return found
+
+    def stream(self, without: Collection[str] = ()) -> WeightStream:
+        """See ``WeightParts``."""
+        state = self.runner.actor.model.state_dict()
+        return WeightStream({n: t for n, t in state.items() if n not in without}, self._gather)
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """See ``WeightParts``."""
+        found = {self._numbers[name]: value for name, value in weights.items() if name in self._numbers}
+        self._fill_parts(list(found), list(found.values()))
+        for name, buffer in self.runner.actor.model.named_buffers():
+            if name in weights:
+                buffer.copy_(weights[name])
+
+    def keep(self) -> Callable[[], None]:
+        """See ``WeightParts``."""
+        self._call(Replica.keep, {}, self._shards.keep)
+        return lambda: self._call(Replica.restore, {}, self._shards.restore)[0]
+
+    def _fill_parts(self, numbers: Sequence[int], wholes: Sequence[torch.Tensor]) -> None:
+        work = dict.fromkeys(self._others, (numbers,))
+        self._call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
+
+    def score_texts(
+        self, samples: Sequence[TrainSample], *, with_kl: bool, task: str = ""
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        """See ``ModelRunner``; ranks with parts of the models compute all samples together, others idle."""
+        if self._own is self._main:
+            alone = copy.copy(self.runner)
+            alone.passes = Passes()
+            return alone.score_texts(samples, with_kl=with_kl, task=task)
+        self._synchronise()
+        work, own = dict.fromkeys(self._others, (samples, with_kl, task)), self._own.runner.score_texts
+        found: tuple[list[torch.Tensor], list[torch.Tensor] | None]
+        found, _ = self._call(Replica.score_texts, work, lambda: own(samples, with_kl=with_kl, task=task))
+        return found
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
         """See ``TrainingBackend``."""
@@ -362,33 +431,30 @@ class RankGroup(TrainingBackend):
         prompts, responses = [s.prompt_ids for s in samples], [s.behind_prompt()[0] for s in samples]
         return deal(prompts, responses, self.num_ranks // self._peers, self.runner.actor.hidden_size)
 
-    def _synchronise(self) -> None:
-        """Send what changed here since the last call: tensors, and the state of the optimizer."""
-        self._send_tensors()
-        optimizer, state = self.optimizer, self._state
-        if optimizer.num_loads == self._num_loads:
-            return
-        self._num_loads = optimizer.num_loads
-        numbers = {id(p): str(number) for number, p in enumerate(self._wholes)}
-        parts: dict[int, dict[str, torch.Tensor]] = {rank: {} for rank in range(self.num_ranks)}
-        for name, value in optimizer.tensors(numbers).items():
-            for rank, part in state.deal(name, value):
-                parts[rank][name] = part
-        own = parts.pop(0)
+    def load_optimizer(
+        self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        """See ``TrainingBackend``."""
+        self._synchronise()
+        numbers = {id(p): number for number, p in enumerate(self._wholes)}
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.num_ranks)]
+        for parameter, key, value in fitting_state(tensors, parameters):
+            if id(parameter) in numbers:
+                name = f"{numbers[id(parameter)]}|{key}"
+                for rank, part in self._state.deal(name, value):
+                    parts[rank][name] = part
 
-        def send() -> None:
-            for rank, part in parts.items():
-                for value in part.values():
+        def load() -> None:
+            for rank in self._others:
+                for value in parts[rank].values():
                     self._ranks.send(value, rank)
+            self._own.optimizer.load_tensors(parts[0], self._state.numbered)
 
-        work = {rank: ({name: t.to("meta") for name, t in part.items()},) for rank, part in parts.items()}
-        self._call(Replica.load_optimizer, work, send)
-        is_elsewhere = self._own is not self._main
-        optimizer.forget(p for p in self._wholes if is_elsewhere or not state.is_own(p))
-        if is_elsewhere:
-            self._own.optimizer.load_tensors(own, state.numbered)
+        work = {rank: ({name: t.to("meta") for name, t in parts[rank].items()},) for rank in self._others}
+        self._call(Replica.load_optimizer, work, load)
 
-    def _send_tensors(self) -> None:
+    def _synchronise(self) -> None:
+        """Send the tensors that changed here since the last call."""
         changed = [i for i, t in enumerate(self._tensors) if t._version != self._known[i]]
         whole = [i for i in changed if i not in self._places]
         cut = [i for i in changed if i in self._places]
@@ -397,9 +463,7 @@ class RankGroup(TrainingBackend):
             work = dict.fromkeys(self._others, (whole,))
             self._call(Replica.fill, work, lambda: self._ranks.broadcast(tensors))
         if cut:
-            numbers, wholes = [self._places[i] for i in cut], [self._tensors[i] for i in cut]
-            work = dict.fromkeys(self._others, (numbers,))
-            self._call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
+            self._fill_parts([self._places[i] for i in cut], [self._tensors[i] for i in cut])
         self._remember()
 
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
@@ -430,7 +494,14 @@ class RankGroup(TrainingBackend):
         self._known = [t._version for t in self._tensors]
 
     def close(self) -> None:
-        """End the other ranks. Idempotent."""
+        """End the other ranks; a sharded actor gets its weights back, if none has failed. Idempotent."""
+        actor = self.runner.actor
+        if actor.parts is self:
+            with contextlib.suppress(MultitaskRLError, RuntimeError):
+                weights = self.stream()
+                for name, parameter in self._emptied.items():
+                    parameter.data = weights[name]
+                actor.parts = None
         self._connections.close()
         self._undo.close()
 

@@ -29,6 +29,16 @@ _TIMEOUT = timedelta(hours=2)
 """Limit of one collective; rank 0 logs late ranks long before (``rank_connections.py``)."""
 
 
+class _CopiesMesh(DeviceMesh):
+    """A mesh [copies, parts]. Torch would cut it by this process's rank in the default group."""
+
+    parts: DeviceMesh
+    """Of the ranks that hold a copy with this one."""
+
+    def __getitem__(self, _names: Any) -> DeviceMesh:
+        return self.parts
+
+
 @dataclass(kw_only=True, slots=True)
 class Traffic:
     """Bytes that a rank sent, and seconds that it spent in collectives."""
@@ -41,8 +51,8 @@ class Ranks:
     """The collectives of ``rank`` (0 is the trainer's) among ``size`` ranks.
 
     ``context`` ranks share a sequence, or ``tensor`` ranks a layer: each divides ``size``, and one of them is
-    1. The other ranks reach this one at ``address``. ``device``, of its tensors, decides between nccl and
-    gloo.
+    1. Sharded weights have ``parts`` parts beside those of layers; 0 = one for each rank with other samples.
+    The other ranks reach this one at ``address``. ``device``, of its tensors, decides between nccl and gloo.
 
     Raises:
         RuntimeError: another rank cannot be reached.
@@ -54,6 +64,7 @@ class Ranks:
         size: int,
         context: int = 1,
         tensor: int = 1,
+        parts: int = 0,
         *,
         address: str,
         store: Any,
@@ -61,6 +72,8 @@ class Ranks:
     ) -> None:
         self.rank, self.size, self.context, self.tensor = rank, size, context, tensor
         self.peers = peers = context * tensor
+        self.copy_size = copy_size = (parts or size // peers) * peers
+        """Neighbouring ranks that hold a copy of sharded models together."""
         self.device = device
         self.traffic = Traffic()
         """Since it was last replaced."""
@@ -77,6 +90,14 @@ class Ranks:
             self._peers = self._group(f"peers/{rank // peers}", rank % peers, peers, address)
         if tensor > 1:
             self._data = self._group(f"data/{rank % peers}", rank // peers, size // peers, address)
+        self._copy, self._mesh_groups = self._all, [self._data]
+        if copy_size < size:
+            copy, place = divmod(rank, copy_size)
+            self._copy = self._group(f"copy/{copy}", place, copy_size, address)
+            self._mesh_groups = [
+                self._group(f"copies/{place}", copy, size // copy_size, address),
+                self._group(f"parts/{copy}/{place % peers}", place // peers, copy_size // peers, address),
+            ]
 
     @property
     def peer_index(self) -> int:
@@ -100,26 +121,38 @@ class Ranks:
         return group
 
     def mesh(self) -> DeviceMesh:
-        """Return the mesh for torch's FSDP: the ranks with other samples and the same part of each layer."""
+        """Return the mesh for torch's FSDP: the ranks with other samples and the same part of each layer.
+
+        With several copies it is [copies, parts].
+        """
         if self._mesh is None:
-            name: Any = f"multitask_rl/{next(_NUMBERS)}"
             kinds = c10d.ProcessGroup.BackendType
             kind = kinds.NCCL if self.device.type == "cuda" else kinds.GLOO
-            store = c10d.PrefixStore(f"mesh/{self.peer_index}", self._store)
-            group = c10d.ProcessGroup(store, self.rank // self.peers, self.size // self.peers)
-            group._set_group_name(name)
-            group._register_backend(torch.device(self.device.type), kind, self._data)
-            group._set_default_backend(kind)
-            _DISTRIBUTED.distributed_c10d._register_process_group(name, group)
+            names: list[Any] = []
+            groups: dict[Any, Any] = {}
+            for backend in self._mesh_groups:
+                names.append(f"multitask_rl/{next(_NUMBERS)}")
+                store = c10d.PrefixStore(f"mesh/{len(names)}", self._store)
+                group = groups[names[-1]] = c10d.ProcessGroup(store, backend.rank(), backend.size())
+                group._set_group_name(names[-1])
+                group._register_backend(torch.device(self.device.type), kind, backend)
+                group._set_default_backend(kind)
+                _DISTRIBUTED.distributed_c10d._register_process_group(names[-1], group)
             places = torch.arange(self.peer_index, self.size, self.peers)
-            self._mesh = DeviceMesh(self.device.type, places, _init_backend=False, _rank=self.rank)
-            self._mesh._dim_group_names = [name]
-            self._mesh._pg_registry[name] = group
+            rows = places.view(-1, self.copy_size // self.peers)
+            own: dict[str, Any] = {"_init_backend": False, "_rank": self.rank}
+            parts = DeviceMesh(self.device.type, rows[self.rank // self.copy_size], **own)
+            parts._dim_group_names, self._mesh = names[-1:], parts
+            if len(names) > 1:
+                self._mesh = _CopiesMesh(self.device.type, rows, mesh_dim_names=("copies", "parts"), **own)
+                self._mesh._dim_group_names, self._mesh.parts = names, parts
+                parts._pg_registry.update(groups)
+            self._mesh._pg_registry.update(groups)
         return self._mesh
 
     def abort(self) -> None:
         """Make collectives under way on GPUs raise. Thread-safe. Those on CPUs raise when a process ends."""
-        for group in {self._all, self._peers, self._data} - {None}:
+        for group in {self._all, self._peers, self._data, self._copy, *self._mesh_groups} - {None}:
             group.abort()
 
     def close(self) -> None:
@@ -127,7 +160,8 @@ class Ranks:
         self.abort()
         if self._mesh is not None:
             self._mesh._pg_registry.clear()  # torch keeps meshes for ever
-        self._mesh = self._all = self._peers = self._data = self._store = None
+        self._mesh = self._all = self._peers = self._data = self._copy = self._store = None
+        self._mesh_groups = []
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
@@ -170,6 +204,19 @@ class Ranks:
         tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
         self._all.recv([tensor], rank, 0).wait()
         return tensor.cpu()
+
+    def gather(self, local: Tensor) -> Tensor:
+        """Return ``local`` of the first copy's ranks, all of one shape: [peers, parts, ...] at rank 0."""
+        size = self.copy_size if self.rank == 0 else 0
+        parts = local.new_empty(self.peers, size // self.peers, *local.shape)
+        if self.rank >= self.copy_size:
+            return parts
+        order = range(size)
+        places = [parts[rank % self.peers, rank // self.peers] for rank in order]
+        options = c10d.GatherOptions()
+        options.rootRank = 0
+        self._copy.gather([places] if places else [], [local], options).wait()
+        return parts
 
     def gather_peers(self, local: Tensor) -> Tensor:
         """Return ``local`` of every peer, all of one shape: [peers, ...]."""

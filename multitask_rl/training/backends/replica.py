@@ -29,6 +29,7 @@ from multitask_rl.models.actor import compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
+from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weighted
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
@@ -45,6 +46,7 @@ class Setup:
 
     context: int
     tensor: int
+    parts: int
     host: str
     port: int
     devices: Sequence[tuple[str, str]]
@@ -113,6 +115,7 @@ class Replica:
         torch.set_num_threads(setup.num_threads)
         self._channel = channel
         self._engine: RolloutEngine | None = None
+        self._has_new_weights = False
         main, own = setup.devices[0], setup.devices[rank]
         places = {main[1]: own[1], main[0]: own[0]}
         thawed, self._tensors = thaw(setup.frozen, places)
@@ -123,7 +126,8 @@ class Replica:
         self._config: RunConfig = config
         critic.device = torch.device(places[str(critic.device)])
         channel.send(("thawed", None))
-        sizes, store = (len(setup.devices), setup.context, setup.tensor), join_store(setup.host, setup.port)
+        sizes = (len(setup.devices), setup.context, setup.tensor, setup.parts)
+        store = join_store(setup.host, setup.port)
         self.ranks = Ranks(rank, *sizes, address=address, store=store, device=torch.device(own[0]))
         self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
@@ -141,6 +145,7 @@ class Replica:
     def fill(self, numbers: Sequence[int]) -> None:
         """Receive the tensors ``numbers`` from rank 0."""
         self.ranks.broadcast([self._tensors[i] for i in numbers])
+        self._has_new_weights = True
 
     def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: tuple[bool, bool]) -> None:
         """Replace actor (tensors ``places``) and reference (tensors ``gone``) by this rank's parts."""
@@ -155,10 +160,22 @@ class Replica:
         """Receive this rank's part of the parameters ``numbers``."""
         self._shards.fill(numbers)
 
-    def gather(self) -> None:
-        """Take part in gathering the whole weights for rank 0."""
-        for _ in self._shards.gather():
-            pass
+    def gather(self, numbers: Sequence[int]) -> None:
+        """Take part in gathering the whole parameters ``numbers`` for rank 0."""
+        for number in numbers:
+            self._shards.gather(number)
+
+    def keep(self) -> None:
+        """Note the present parts (``Shards.keep``)."""
+        self._shards.keep()
+
+    def restore(self) -> None:
+        """Set the parts to those noted."""
+        self._shards.restore()
+
+    def score_texts(self, samples: Sequence[TrainSample], with_kl: bool, task: str) -> None:
+        """Take part in the passes of ``ModelRunner.score_texts``."""
+        self._own.runner.score_texts(samples, with_kl=with_kl, task=task)
 
     def probe(self) -> None:
         """Compute this rank's part of the trial pass that rank 0 makes (``sharded.probe``)."""
@@ -171,12 +188,16 @@ class Replica:
 
     def describe_optimizer(self) -> dict[str, torch.Tensor]:
         """Return the tensors of ``send_optimizer`` on torch's device ``meta``: without contents."""
-        return {name: t.to("meta") for name, t in self._own.optimizer.tensors(self._state.names).items()}
+        return {name: t.to("meta") for name, t in self._optimizer_tensors().items()}
 
     def send_optimizer(self) -> None:
         """Send this rank's part of the optimizer's state to rank 0."""
-        for tensor in self._own.optimizer.tensors(self._state.names).values():
+        for tensor in self._optimizer_tensors().values():
             self.ranks.send(tensor, 0)
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        found = self._own.optimizer.tensors(self._state.names)
+        return {name: tensor for name, tensor in found.items() if self._state.is_first(name)}
 
     def check(self) -> None:
         """Compute this rank's part of the trial of context parallelism (``context.check_model``)."""
@@ -193,10 +214,14 @@ class Replica:
         """Sample ``requests``; send each sample when it ends."""
         if self._engine is None:
             name = self._config.rollout.engine
-            build = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine).build
+            kind = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine)
             directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
             actor, seed = self._own.runner.actor, self._config.seed
-            self._engine = build(actor, self._config.rollout, seed=seed, output_dir=directory)
+            self._engine = build_engine(kind, actor, self._config.rollout, seed=seed, output_dir=directory)
+            self._has_new_weights = False
+        if self._has_new_weights:  # they are in the actor's tensors; the engine may hold a copy
+            self._engine.update_weights({}, self._own.runner.actor.policy_version)
+            self._has_new_weights = False
         for ended in self._engine.generate_stream(requests):
             self._channel.send(("ended", ended))
 
@@ -213,6 +238,7 @@ class Replica:
         for name, coefficient in coefficients.items():
             self._own.tasks[name].kl_coefficient = coefficient
         result = self._own.step(active, factor, compared)
+        self._has_new_weights = True
         return None if self.ranks.peer_index else result
 
     def ema_update(self) -> None:

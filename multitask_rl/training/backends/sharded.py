@@ -8,10 +8,10 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -120,6 +120,7 @@ class Shards:
             nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self._sharded
         ]
         """[names] this rank's parts; one may be empty."""
+        self._kept: list[Tensor] = []
         self._met: set[str] = set()
         """Parameters that a backward pass in this process gave a gradient."""
 
@@ -134,9 +135,13 @@ class Shards:
             sharded.grad = None
             local.grad = arrived if local.grad is None else local.grad.add_(arrived)
 
-        for name, gathered in self._unsharded():  # torch gathers into the same parameters every time
-            if gathered.requires_grad:
-                cast(Any, gathered).register_post_accumulate_grad_hook(partial(note, self._met, name))
+        sharded_ids = {id(p) for p in self._sharded}
+        for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
+            module.unshard()  # torch gathers into the same parameters every time
+            for name, gathered in model.named_parameters():
+                if gathered.requires_grad and id(gathered) not in sharded_ids and name in named:
+                    gathered.register_post_accumulate_grad_hook(partial(note, self._met, name))
+            module.reshard()
         for local, sharded in zip(self.local, self._sharded, strict=True):
             if sharded.requires_grad:
                 sharded.register_post_accumulate_grad_hook(partial(collect, local))
@@ -150,9 +155,10 @@ class Shards:
         ranks = self._ranks
         dim = self._dims[number]
         columns = [whole] * ranks.tensor if dim is None else whole.chunk(ranks.tensor, dim)
-        num_rows = ranks.size // ranks.tensor
+        num_rows = ranks.copy_size // ranks.tensor
         parts = [list(column.chunk(num_rows)) for column in columns]
-        return [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
+        copy = [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
+        return copy * (ranks.size // ranks.copy_size)
 
     def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter ``number`` from its non-empty ``parts``, in the order of the ranks."""
@@ -204,22 +210,27 @@ class Shards:
             grad.copy_(part.view(grad.shape))
 
     @torch.no_grad()
-    def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and whole weights, each valid until the next. Every rank must iterate to the end."""
-        for name, found in self._unsharded():
-            dim = self._spec.dims.get(name)
-            yield name, found if dim is None else torch.cat(list(self._ranks.gather_peers(found)), dim)
+    def gather(self, number: int) -> Tensor:
+        """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this."""
+        ranks, dim, own = self._ranks, self._dims[number], self.local[number]
+        shape = self._sharded[number].shape
+        # the parts of all ranks are of one length but for the last ones
+        even = own.new_zeros(-(-shape[0] * ranks.tensor // ranks.copy_size), *shape[1:])
+        even[: len(own)] = own
+        columns = [column.flatten(0, 1)[: shape[0]] for column in ranks.gather(even)]
+        return torch.cat(columns, dim) if len(columns) > 1 and dim is not None else columns[0]
 
-    def _unsharded(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and weights, gathered over the ranks with other samples."""
-        known = set(self.names)
-        for module in [m for m in self._model.modules() if isinstance(m, FSDPModule)]:
-            sharded = {id(p) for p in self._sharded}
-            module.unshard()
-            for name, found in self._model.named_parameters():
-                if id(found) not in sharded and name in known:
-                    yield name, found
-            module.reshard()
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Note the present values of this rank's parts, for ``restore``."""
+        self._kept = [part.clone() for part in self.local]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set this rank's parts to the values at ``keep``."""
+        for part, kept in zip(self.local, self._kept, strict=True):
+            part.copy_(kept)
+        self._kept = []
 
 
 class ShardedState(SharedState):
@@ -234,11 +245,6 @@ class ShardedState(SharedState):
         self._trained = [number for number, p in enumerate(shards.local) if p.requires_grad]
         self._number([*(shards.local[number] for number in self._trained), *critic])
 
-    def is_own(self, parameter: nn.Parameter) -> bool:
-        """See ``StateSharing``."""
-        number = self.names.get(id(parameter))
-        return number is not None and (int(number) < len(self._trained) or super().is_own(parameter))
-
     def sum_gradients(self) -> None:
         """See ``StateSharing``."""
         self.shards.take_gradients()
@@ -248,7 +254,8 @@ class ShardedState(SharedState):
         """See ``StateSharing``."""
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
         # every peer holds the gradients that tensor parallelism does not cut
-        for is_cut, share in ((True, 1.0), (False, 1.0 / self._ranks.tensor)):
+        copies = self._ranks.size // self._ranks.copy_size
+        for is_cut, share in ((True, 1.0 / copies), (False, 1.0 / copies / self._ranks.tensor)):
             found = [
                 grad
                 for number in self._trained
@@ -271,6 +278,11 @@ class ShardedState(SharedState):
         parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
         # a scalar goes whole to every rank with a part of the parameter
         return [(rank, part if value.dim() else value) for rank, part in enumerate(parts) if part.numel()]
+
+    def is_first(self, name: str) -> bool:
+        """See ``SharedState``."""
+        is_part = int(name.partition("|")[0]) < len(self._trained)
+        return not is_part or self._ranks.rank < self._ranks.copy_size
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """See ``SharedState``."""

@@ -46,10 +46,6 @@ class SharedState(StateSharing):
         """The name of a parameter between ranks is its number."""
         self.names = {id(p): name for name, p in self.numbered.items()}
 
-    def is_own(self, parameter: nn.Parameter) -> bool:
-        """See ``StateSharing``."""
-        return self._owner.get(parameter) == self._ranks.rank
-
     def sum_gradients(self) -> None:
         """See ``StateSharing``."""
         ranks = self._ranks
@@ -115,6 +111,10 @@ class SharedState(StateSharing):
     def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
         """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
         return [(self._owner[self.numbered[name.partition("|")[0]]], value)]
+
+    def is_first(self, name: str) -> bool:
+        """Whether no rank before this one has the same part of the state ``<number>|<key>``."""
+        return True
 
     def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""

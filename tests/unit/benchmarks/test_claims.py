@@ -36,6 +36,9 @@ def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
         return run_claim(claim_example.CLAIM, options, arms=[], processes=1)
 
     run(range(2))
+    options = Options(seeds=range(1, 3), steps=3, directory=tmp_path)
+    partial = run_claim(claim_example.CLAIM, options, arms=["a"], processes=0)
+    assert partial["arms"]["a"]["level"] == pytest.approx([0.1, math.nan], nan_ok=True)
     result = run(range(3))
     calls = (tmp_path / "calls").read_text().split("\n")[:-1]
     assert sorted(calls) == sorted(f"{a} {s}" for a in "ab" for s in range(3)), "each once"

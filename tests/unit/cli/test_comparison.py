@@ -535,3 +535,46 @@ def test_an_arm_dominates_another_that_is_worse_in_no_task(
     assert main_compare([*map(str, runs), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["result"]["dominates"]
     assert found == {str(runs[0]): [], str(runs[1]): [str(runs[0])], str(runs[2]): []}
+
+
+def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before: Values = [0.1 * at for at in range(8)]
+
+    def run(name: str, trained: str, seed: int, gains: dict[str, float]) -> Path:
+        specs = {
+            task: {"type": "anchor" if task == "prose" else "grpo", "evaluation_only": task != trained}
+            for task in gains
+        }
+        noise = random.Random(seed)
+        after = {
+            t: [v + gain + noise.gauss(0, 0.01) for v in before if v is not None] for t, gain in gains.items()
+        }
+        evaluations = [(step, t, own) for t in gains for step, own in ((0, before), (9, [*after[t]]))]
+        return _write_run(
+            tmp_path / f"{name}{seed}", evaluations, {"seed": seed, "tasks": specs}, prompts="p"
+        )
+
+    runs = [run("math", "math", seed, {"math": 0.3, "code": -0.1, "prose": 0.0}) for seed in (0, 1)]
+    runs.append(run("code", "code", 2, {"math": 0.1, "code": 0.2, "prose": 0.0}))
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    effects = json.loads(capsys.readouterr().out)["result"]["effects"]
+    assert list(effects) == ["math", "code"]
+    assert effects["math"]["code"]["delta"] == pytest.approx(-0.1, abs=0.02)
+    assert effects["math"]["code"]["seeds"] == [2, 2]
+    assert [effects["math"][t]["verdict"] for t in ("math", "code", "prose")] == [
+        "better",
+        "worse",
+        "not told apart",
+    ]
+    assert effects["code"]["math"]["low"] < 0.1 < effects["code"]["math"]["high"]
+    assert main_compare([*map(str, runs)]) == 0
+    assert "training on one task (row) changed a held-out result" in capsys.readouterr().out
+    assert main_compare([*map(str, runs), "--html", str(tmp_path / "page.html")]) == 0
+    capsys.readouterr()
+    assert '"effects":{"math":{"math":{' in (tmp_path / "page.html").read_text().replace(" ", "")
+    both = run("both", "math", 3, {"math": 0.3, "code": 0.1})
+    (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": {}}}))
+    assert main_compare([str(runs[0]), str(both), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}

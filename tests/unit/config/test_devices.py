@@ -34,6 +34,14 @@ def test_the_actors_weights_may_be_shared_out() -> None:
     for text in ("cuda:0-2 tensor=2", "cuda:0-1 tensor=0", "cuda:0-1 tensor=4"):
         with pytest.raises(ConfigError, match="must divide the number of devices"):
             parse_devices(text)
+    assert parsed["actor"].parts == 4
+    assert parse_devices("cuda:0-7 sharded=2").parts == 2
+    assert parse_devices("cuda:0-7 sharded=2 tensor=2").parts == 2
+    assert parse_devices("cuda:0-3 tensor=2").parts == 2
+    assert parse_devices("cuda:0-3").parts == 1
+    for text in ("cuda:0-3 sharded=3", "cuda:0-3 sharded=1", "cuda:0-3 sharded=4 tensor=2"):
+        with pytest.raises(ConfigError, match="must be 2 or more and divide"):
+            parse_devices(text)
     with pytest.raises(ConfigError, match="only the actor is sharded"):
         parse_device_map({"actor": "cuda:0-1", "critic": "cuda:2-3 sharded"}, num_cuda=4)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 
 import pytest
 
@@ -94,3 +95,12 @@ def test_raise_to_floors_cascades() -> None:
 
 def test_normalise_without_mass_is_uniform() -> None:
     assert normalise({"a": 0.0, "b": 0.0}) == {"a": 0.5, "b": 0.5}
+
+
+def test_the_work_of_a_step_grows_with_the_tasks_and_not_with_their_square() -> None:
+    shares = dict.fromkeys((f"task_{i}" for i in range(4000)), 1 / 4000)
+    began = time.process_time()
+    counts, _ = apportion(shares, 2000, {}, dict.fromkeys(shares, 0))
+    assert sum(counts.values()) == 2000
+    assert max(counts.values()) == 1
+    assert time.process_time() - began < 1.0  # 8 s when each prompt looks for its task among all

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.report import summarise_run
 from multitask_rl.report.live import LiveRun, LiveServer
+from multitask_rl.report.summary import summarise_run
 from record_builders import sample, write_records
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs the package selenium")
@@ -254,6 +254,16 @@ def test_a_reader_walks_through_compared_runs(browser: Any, see: Any, tmp_path: 
     assert "setting" in see("#settings table").text
     found = browser.execute_script("return document.querySelectorAll('article img, article script').length")
     assert found == 0
+    narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
+    ends = """return Math.max(...[...document.querySelectorAll(arguments[0])].map(
+        node => node.getBoundingClientRect().right)) - innerWidth"""
+    assert browser.execute_script(ends, "caption span, tbody th") <= 0, "read without scrolling"
+    scale = (
+        "const svg = document.querySelector('.scatter'); return svg.clientWidth / svg.viewBox.baseVal.width"
+    )
+    until(browser, f"(() => {{ {scale} }})() > 0.95", True)
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.report import summarise_run
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.live import LiveRun, LiveServer, Tail
+from multitask_rl.report.summary import summarise_run
 from multitask_rl.tracking.reading import RunRecord
 from record_builders import sample, write_records
 

@@ -8,9 +8,14 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from multitask_rl.cli import main
-from multitask_rl.report.page import embedded
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.report import page as report_page
+from multitask_rl.report.page import attach_page, embedded
 from multitask_rl.report.samples import CHUNK, Samples
+from multitask_rl.tracking.base import Tracker, Trackers
 from record_builders import sample, write_records
 
 EVIL = "</script><script>alert(1)</script><!-- \u202e\u0000 @DATA@ @SCRIPT@"
@@ -58,9 +63,14 @@ def test_curves_of_many_steps_become_means_and_keep_the_last_step(tmp_path: Path
     metrics: list[dict[str, Any]] = []
     metrics += [{"step": step, "task/sums/reward_mean": step / 2000} for step in range(1, 2001)]
     metrics += [{"step": 2000, "task/sums/multiplier/short": 0.25, "time/rollout_s": 2.0, "macro/kl": 1.0}]
+    busy = {f"system/gpu_{device}_utilization_percentage": 10.0 * device for device in (0, 1)}
+    metrics += [{"step": 2000, "system/run_memory_usage_megabytes": 812.3, **busy}]
     _, data = page_of(write_records(tmp_path, metrics=metrics))
     charts = {chart["id"]: chart for chart in data["charts"]}
-    assert set(charts) == {"held-out", "reward_mean", "multiplier", "stages"}
+    memory = "system-run_memory_usage_megabytes"
+    assert set(charts) == {"held-out", "reward_mean", "multiplier", "stages", "gpus", memory}
+    assert charts["gpus"]["lines"] == [{"name": "GPU 0", "y": [0.0]}, {"name": "GPU 1", "y": [10.0]}]
+    assert charts[memory]["lines"] == [{"name": "Memory of the run", "y": [812.3]}]
     reward = charts["reward_mean"]
     assert (len(reward["x"]), reward["x"][-1]) == (667, 2000)
     assert reward["lines"][0]["y"][0] == 0.001
@@ -181,3 +191,38 @@ def test_a_text_without_end_is_cut_and_says_so() -> None:
     assert one["response"].endswith("aaa ... (100,000 characters more are in rollouts.jsonl)")
     assert list(one["row"]) == ["long"]
     assert len(one["row"]["long"]) < 2_100
+
+
+class Keeper(Tracker):
+    def __init__(self) -> None:
+        self.pages: list[str] = []
+
+    def log_page(self, page: str) -> None:
+        self.pages.append(page)
+
+
+def test_trackers_get_the_page_of_a_run_unless_its_records_are_large_which_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attached(*names: str) -> list[str]:
+        keeper = Keeper()
+        attach_page(Trackers(tmp_path, TrackingConfig(trackers=list(names)), None, {"keeper": keeper}))
+        return keeper.pages
+
+    caplog.set_level("INFO")
+    assert attached() == []
+    assert "no page of the run" in caplog.text, "it has evaluated nothing"
+    write_records(tmp_path, rollouts=[sample(1)])
+    assert [page.partition("<html")[0].strip() for page in attached("jsonl")] == ["<!doctype html>"]
+    caplog.clear()
+    monkeypatch.setattr(report_page, "MOST_RECORD_BYTES", 100)
+    assert attached() == []
+    assert f"multitask-rl report {tmp_path} --html" in caplog.text
+
+
+def test_no_page_is_made_for_trackers_that_take_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    attach_page(Trackers(tmp_path, TrackingConfig(trackers=["jsonl"]), None))
+    assert caplog.text == ""

@@ -84,6 +84,8 @@ def test_a_check_of_text_is_linear_and_its_result_typed(name: str) -> None:
     for label, text in hostile_texts(SIZE):
         seconds, (result,) = spent(reward.score, [rollout(text, **row)])
         assert isinstance(result, (Score, NotApplicable)), (label, result)
+        if seconds > LIMIT_S:  # other work on the machine slows a call, and seldom both
+            seconds = min(seconds, spent(reward.score, [rollout(text, **row)])[0])
         if seconds > LIMIT_S:
             slow[label] = seconds
     assert slow == {}

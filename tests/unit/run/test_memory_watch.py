@@ -1,6 +1,11 @@
-"""A device that is nearly full is told once, and again after it was not."""
+"""What a run uses of its machine: numbers of a step, and a warning when a device is nearly full."""
 
-from multitask_rl.run.profiling import MemoryWatch
+import subprocess
+import sys
+
+import pytest
+
+from multitask_rl.run.profiling import MemoryWatch, SystemUse
 
 
 def test_a_nearly_full_device_is_told_when_it_becomes_so():
@@ -13,3 +18,40 @@ def test_a_nearly_full_device_is_told_when_it_becomes_so():
 
 def test_a_machine_without_devices_has_nothing_to_tell():
     assert MemoryWatch(dict).observe(3) == ({}, [])
+
+
+def test_memory_of_the_run_is_that_of_all_its_processes():
+    use = SystemUse(every_s=0.0)
+    alone = use.numbers()
+    assert set(alone) >= {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"}
+    assert 0 <= alone["system/system_memory_usage_percentage"] <= 100
+    program = "held = bytearray(200_000_000); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        together = use.numbers()
+        child.communicate("\n")
+    name = "system/run_memory_usage_megabytes"
+    assert together[name] - alone[name] == pytest.approx(210, abs=15)
+
+
+def test_steps_that_are_short_repeat_what_was_measured(monkeypatch):
+    use = SystemUse(every_s=60.0)
+    first = use.numbers()
+    monkeypatch.setattr(use, "measure", dict)
+    assert use.numbers() == first != {}
+
+
+def test_each_gpu_has_its_memory_and_without_a_package_for_it_no_utilization(monkeypatch):
+    def lacks(device):
+        if device == 0:
+            raise ModuleNotFoundError("pynvml")
+        return 40
+
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3_000_000, 4_000_000))
+    monkeypatch.setattr("torch.cuda.utilization", lacks)
+    found = {name: value for name, value in SystemUse().numbers().items() if "gpu" in name}
+    memory = {"memory_usage_megabytes": 1.0, "memory_usage_percentage": 25.0}
+    expected = {f"system/gpu_{device}_{name}": value for device in (0, 1) for name, value in memory.items()}
+    assert found == expected | {"system/gpu_1_utilization_percentage": 40.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from multitask_rl.records import Direction, Scored, TaskStats
-from multitask_rl.step.metrics import StepReport, aggregate, some_of_each, step_numbers
+from multitask_rl.step.metrics import StepReport, aggregate, logged, some_of_each, step_numbers
 from multitask_rl.testing import make_rollout
 
 DRAWN = [Scored(rollout=make_rollout("ab"), reward=1.0) for _ in range(8)]
@@ -72,3 +72,12 @@ def test_rates_of_a_task_and_of_the_step(tmp_path):
     assert "task/b/rewards_per_s" not in numbers, "a millionth of a second is no time to measure a rate over"
     assert numbers["time/updates_per_s"] == 2.0
     assert numbers["time/token_latency_s"] == 0.5 / longest
+
+
+@pytest.mark.parametrize(("number", "expected"), [(100, 100), (101, 8)])
+def test_a_step_of_many_tasks_logs_the_tasks_that_have_samples(number, expected):
+    counts = {f"task_{i}": i if i < 9 else 0 for i in range(number)}
+    stats = {
+        t: TaskStats(task=t, num_prompts=n, num_informative=0, reward_mean=0.5) for t, n in counts.items()
+    }
+    assert len(logged(stats)) == expected

@@ -33,7 +33,7 @@ from multitask_rl.records import (
 )
 from multitask_rl.testing import make_evaluation
 from multitask_rl.tracking.base import Trackers
-from multitask_rl.tracking.console import ConsoleTracker
+from multitask_rl.tracking.console import ConsoleTracker, ProgressTracker
 from multitask_rl.tracking.jsonl import JsonlTracker, rollout_from_dict
 from multitask_rl.tracking.machine import read_machine
 
@@ -327,3 +327,18 @@ def test_a_run_says_what_it_ran_on_and_a_damaged_file_says_nothing(tmp_path: Pat
         (tmp_path / "run" / "machine.json").write_text(damage)
         assert read_machine(tmp_path / "run") == {}
     assert read_machine(tmp_path) == {}
+
+
+def test_an_evaluation_that_records_nothing_tells_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("multitask_rl.tracking.console.time.monotonic", lambda: now[0])
+    lines, screen = io.StringIO(), io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    for stream in (lines, screen):
+        progress = ProgressTracker(stream)
+        for done in range(0, 101, 20):
+            progress.log_progress("evaluating", done, 100)
+            now[0] += 20.0
+    assert lines.getvalue() == "  evaluating: 40 of 100 responses\n  evaluating: 80 of 100 responses\n"
+    assert screen.getvalue().startswith("\r  evaluating: 20 of 100 responses\x1b[K\r  evaluating: 40")
+    assert screen.getvalue().endswith("\r\x1b[K"), "nothing stays"

@@ -92,6 +92,22 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {"optimizer.learning_rate": "0.2"}
 
 
+def test_the_page_of_a_run_is_an_artifact_that_its_note_links_once(tmp_path: Path) -> None:
+    run_id = None
+    for page in ("<p>failed", "<p>ended"):
+        tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), run_id)
+        tracker.start({"model": {"name_or_path": "tiny"}}, None if run_id is None else 0)
+        tracker.log_page(page)
+        tracker.finish("finished")
+        run_id = tracker.run_id
+    artifacts = tmp_path / "mlartifacts" / str(run_id) / "artifacts"
+    assert (artifacts / "report.html").read_text() == "<p>ended"
+    note = tracker._client.get_run(str(run_id)).data.tags["mlflow.note.content"]
+    assert note.startswith("tiny on 0 tasks")
+    assert note.count(f"[report.html](#/experiments/1/runs/{run_id}/artifacts/report.html)") == 1
+    assert note.count("report.html](") == 1
+
+
 def test_a_server_that_goes_away_costs_numbers_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -110,9 +126,11 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
 
 def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
     tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
-    kept = [step for step in range(1, 100_001) if tracker._keeps("loss", step)]
-    assert kept[:199] == list(range(1, 200))
-    assert len(kept) == 844
+    for name, first, number in (("train/loss", 199, 844), ("at_a_glance/loss", 199, 844), ("x", 49, 242)):
+        kept = [step for step in range(1, 100_001) if tracker._keeps(name, step)]
+        assert kept[:first] == list(range(1, first + 1))
+        assert kept[first] == first + 2
+        assert len(kept) == number
 
 
 def test_missing_mlflow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,3 +373,28 @@ def test_what_a_store_lacks_costs_nothing_else(tmp_path: Path, caplog: pytest.Lo
     tracker.finish("finished")
     assert len(_points(tmp_path, tracker.run_id, "x")) == 9
     assert [r.getMessage() for r in caplog.records if "takes no models" in r.getMessage()]
+
+
+def test_points_of_short_steps_are_written_together_but_not_later_than_said() -> None:
+    writes: list[list[int]] = []
+    written = threading.Event()
+
+    def write(points: list[int]) -> None:
+        writes.append(points)
+        written.set()
+
+    writer = BackgroundWriter("a server", write, gather_s=60.0)
+    writer.start()
+    for point in range(3):
+        writer.put([point])
+        assert not written.wait(0.02)
+    writer.put(lambda: writes.append([]))  # a call keeps its place
+    writer.put([3])
+    writer.close(timeout_s=10.0)
+    assert writes == [[0, 1, 2], [], [3]]
+    written.clear()
+    soon = BackgroundWriter("a server", write, gather_s=0.01)
+    soon.start()
+    soon.put([4])
+    assert written.wait(10.0)
+    soon.close(timeout_s=10.0)

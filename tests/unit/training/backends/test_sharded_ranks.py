@@ -23,7 +23,7 @@ from learner_benches import (
 from model_builders import build_actor, build_model, build_tokenizer, sample_scored
 from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
-from multitask_rl.models.actor import Actor
+from multitask_rl.models.actor import Actor, read_weights
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.ranks import Ranks, host_store
@@ -34,7 +34,7 @@ from multitask_rl.training.masters import Masters
 from multitask_rl.training.runner import ModelRunner
 
 
-def test_parts_of_the_weights_learn_what_whole_ones_learn():
+def test_parts_of_the_weights_learn_what_whole_ones_learn(tmp_path):
     scored = sample_scored(build_actor(), top_p=0.9)
     # parts of unequal size, tied weights, many passes of which some ranks have fewer
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
@@ -48,6 +48,7 @@ def test_parts_of_the_weights_learn_what_whole_ones_learn():
         assert {f"ranks/{r}/busy_s" for r in range(3)} < found.metrics.keys()
         share = group.backend.optimizer_bytes / alone.backend.optimizer_bytes
         assert 0.3 < share < 0.4
+        assert_this_process_has_no_whole_actor_and_saves_and_restores_one(group, alone, tmp_path)
         # what changes here outside of an update reaches the others: weights, a head, the optimizer's state
         for bench in (alone, group):
             bench.critic.rescale("a", 2.0, 0.5)
@@ -68,6 +69,10 @@ def test_parts_of_the_weights_learn_what_whole_ones_learn():
                 bench.learner.update(bench.credited[:number], shares=weights, step=0)
             assert relative_difference(moments(group), moments(alone)) < 1e-4
         assert_same_weights(group, alone)
+        texts = [c.sample for c in group.credited[:5]]
+        scored_texts = [b.backend.score_texts(texts, with_kl=True, task="b") for b in (group, alone)]
+        for found, expected in zip(*scored_texts, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
         broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []
@@ -78,6 +83,52 @@ def test_parts_of_the_weights_learn_what_whole_ones_learn():
     assert all(helper.ended() for helper in group.helpers)
     with pytest.raises(TrainingError, match="start again from the last checkpoint"):
         moments(group)
+    with pytest.raises(TrainingError, match="learner rank"):
+        dict(group.actor.state_dict())
+
+
+def assert_this_process_has_no_whole_actor_and_saves_and_restores_one(group, alone, directory):
+    assert all(p.isnan().all() for p in group.actor.model.parameters())
+    assert all(p.untyped_storage().nbytes() == 4 for p in group.actor.model.parameters())
+    before = {name: value.clone() for name, value in group.actor.state_dict().items()}
+    assert before.keys() == alone.actor.state_dict().keys()
+    for name, bench in (("group", group), ("alone", alone)):
+        bench.actor.save(directory / name)
+    written, expected = (
+        {file.name: file.stat().st_size for file in (directory / name).iterdir()}
+        for name in ("group", "alone")
+    )
+    assert written == expected
+    assert all(torch.equal(before[n], value) for n, value in read_weights(directory / "group").items())
+    restore = group.actor.keep_weights()
+    other = build_actor(seed=9)
+    other.save(directory / "other")
+    group.actor.load_weights(directory / "other")
+    found = dict(group.actor.state_dict())
+    assert all(torch.equal(found[name], value) for name, value in other.state_dict().items())
+    restore()
+    assert all(torch.equal(before[name], value) for name, value in group.actor.state_dict().items())
+
+
+def test_copies_of_parts_learn_what_whole_ones_learn():
+    scored = sample_scored(build_actor(), top_p=0.9)
+    settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300}
+    alone = Bench(**settings)
+    group = RanksBench(num_ranks=4, sharded=True, parts=2, **settings)
+    try:
+        for _ in range(2):
+            expected, found = alone.update(scored), group.update(scored)
+            assert relative_difference(moments(group), moments(alone)) < 1e-5
+            assert_same_numbers(found, expected)
+            assert_same_weights(group, alone)
+        assert 0.4 < group.backend.optimizer_bytes / alone.backend.optimizer_bytes < 0.6
+        begin_alike(alone, group)
+        alone.update(scored)
+        group.update(scored)
+        assert relative_difference(moments(group), moments(alone)) < 1e-5
+        assert_same_weights(group, alone)
+    finally:
+        group.backend.close()
 
 
 def adapted_actor():
@@ -107,11 +158,17 @@ def test_adapters_on_parts_of_the_base_model_which_is_the_reference_too():
             assert relative_difference(moments(group), moments(alone)) < 1e-5
             assert_same_numbers(found, expected)
         assert_same_weights(group, alone)
+        merged = alone.actor.state_dict()
+        assert merged.keys() == group.actor.state_dict().keys()
+        for name, value in group.actor.state_dict().items():
+            torch.testing.assert_close(value, merged[name], rtol=1e-3, atol=1e-5)
         names = {name for name in moments(group) if not name.startswith("heads")}
         assert names
         assert all("lora_" in name for name in names)
     finally:
         group.backend.close()
+    assert group.actor.parts is None
+    assert_same_weights(group, alone)
 
 
 def test_a_rank_that_dies_ends_the_call_and_is_named():
@@ -151,11 +208,12 @@ def test_parts_are_cut_as_torch_cuts_them(one_rank):
     shard_model(actor.model, one_rank)
     shards = Shards(actor.model, one_rank)
     assert shards.names == list(whole)
-    found = {name: value.clone() for name, value in shards.gather()}
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert all(torch.equal(shards.gather(n), whole[name]) for n, name in enumerate(shards.names))
+    shards.keep()
     shards.fill([0], [whole[shards.names[0]] + 1.0])
-    assert any(torch.equal(value, whole[name] + 1.0) for name, value in shards.gather())
+    assert torch.equal(shards.gather(0), whole[shards.names[0]] + 1.0)
+    shards.restore()
+    assert torch.equal(shards.gather(0), whole[shards.names[0]])
 
 
 def test_blocks_in_blocks_are_cut_and_what_no_rank_met_gets_no_gradient(one_rank):

@@ -1,0 +1,89 @@
+"""Sampling answers with a pretrained chat model: tokens per second of our engine, ``model.generate``, vLLM.
+
+    python benchmarks/chat_speed.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json results.json
+
+Every side is a process of its own with the same prompts, lengths and temperature. The sides take turns. A
+ratio is the median over the turns of our tokens per second of processor time over those of the other side:
+other work on the machine hardly changes it. A side that is not installed is left out with a message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from speed import Side, machine
+
+ENGINES = ["ours-float32", "ours-bfloat16", "generate-float32", "generate-bfloat16", "vllm-bfloat16"]
+WARMUP = 1
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="runs/smollm2/cache/SmolLM2-135M-Instruct", help="directory")
+    parser.add_argument("--engines", nargs="+", default=ENGINES, metavar="ENGINE", help=" ".join(ENGINES))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4, help="answers to each")
+    parser.add_argument("--new-tokens", type=int, default=64, help="at most, of an answer")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sides: dict[str, Side] = {}
+    sizes = {"prompts": args.prompts, "group": args.group, "new-tokens": args.new_tokens}
+    given = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
+    given += ["--model", str(Path(args.model).resolve()), "--threads", str(args.threads)]
+    for engine in args.engines:
+        side = Side(engine, sys.executable, "chat.py", ["--engine", engine, *given], args.threads)
+        try:
+            for _ in range(WARMUP):
+                side.step()
+        except SystemExit as error:
+            sys.stderr.write(f"{engine} is left out: {error}\n")
+        else:
+            sides[engine] = side
+    try:
+        for turn in range(args.steps):
+            order = list(sides.values())
+            for side in order if turn % 2 else reversed(order):
+                side.steps.append(side.step())
+    finally:
+        for side in sides.values():
+            side.close()
+
+    def rates(side: Side, clock: str) -> list[float]:
+        return [step["new_tokens"] / step[clock] for step in side.steps]
+
+    ratios: dict[str, dict[str, float]] = {}
+    for name, side in sides.items():
+        if name.startswith("ours"):
+            for other in sides.values():
+                if other is not side:
+                    pairs = zip(rates(side, "cpu_s"), rates(other, "cpu_s"), strict=True)
+                    found = statistics.median(mine / its for mine, its in pairs)
+                    ratios.setdefault(name, {})[other.name] = round(found, 3)
+    result: dict[str, Any] = {
+        "settings": {**sizes, "threads": args.threads, "steps": args.steps, "model": Path(args.model).name},
+        "tokens_per_s": {
+            name: {clock: round(statistics.median(rates(side, clock)), 1) for clock in ("cpu_s", "step_s")}
+            for name, side in sides.items()
+        },
+        "peak_mib": {name: round(max(s["peak_rss_mib"] for s in side.steps)) for name, side in sides.items()},
+        "ratios": ratios,
+        "machine": machine(),
+    }
+    text = json.dumps(result, indent=1) + "\n"
+    sys.stdout.write(text)
+    if args.json:
+        args.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Sampling answers to chat prompts with a pretrained model, by one engine; driven by ``chat_speed.py``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--engine", required=True, help="ours, generate or vllm, a dash, float32 or bfloat16")
+parser.add_argument("--model", required=True)
+parser.add_argument("--prompts", type=int, required=True)
+parser.add_argument("--group", type=int, required=True)
+parser.add_argument("--new-tokens", type=int, required=True)
+parser.add_argument("--threads", type=int, required=True)
+args = parser.parse_args()
+name, _, dtype = args.engine.partition("-")
+TEMPERATURE = 0.7
+QUESTIONS = (
+    *("Why is the sea salty?", "How does a zip work?", "Write a diary entry about a lighthouse."),
+    *("Tom has 3 apples and buys 5 more. How many has he now?", "What should I pack for a day at the beach?"),
+    *("Return a JSON object with name, age and city. Text: Anna Adler, 34, works as a baker in Oslo.",),
+    *("Write a short text about rain in April. Use fewer than 30 words. Leave out commas entirely.",),
+    *("Give advice for a beginner about keeping bees, as a list of three points.",),
+)
+
+# vLLM starts threads of its own when it is imported
+os.environ |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from workload import serve  # noqa: E402
+
+torch.set_num_threads(args.threads)
+tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
+
+
+def prompt_ids(step: int) -> list[list[int]]:
+    """Return the prompts of a step as token ids."""
+    chosen = [QUESTIONS[i % len(QUESTIONS)] + " " * (i // len(QUESTIONS)) for i in range(args.prompts)]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"({step}) {text}"}], tokenize=False, add_generation_prompt=True
+        )
+        for text in chosen
+    ]
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def ours() -> Callable[[list[list[int]], int], int]:
+    """Return our engine ``hf``: the actor's own weights, or a copy in bfloat16."""
+    from multitask_rl.config.run import ModelConfig, RolloutConfig
+    from multitask_rl.models.actor import load_actor
+    from multitask_rl.records import SamplingParams
+    from multitask_rl.rollout.base import GenerationRequest
+    from multitask_rl.rollout.hf import HFEngine
+    from multitask_rl.rollout.snapshot import build_engine
+
+    actor = load_actor(ModelConfig(name_or_path=args.model, dtype="float32"), "cpu")
+    weights = "actor" if dtype == "float32" else dtype
+    folder = Path(tempfile.mkdtemp())
+    config = RolloutConfig(engine_config={"weights": weights})
+    engine = build_engine(HFEngine, actor, config, seed=0, output_dir=folder)
+    sampling = SamplingParams(max_new_tokens=args.new_tokens, temperature=TEMPERATURE)
+
+    def sample(prompts: list[list[int]], step: int) -> int:
+        requests = [
+            GenerationRequest(
+                prompt_ids=ids,
+                sampling=sampling,
+                seeds=[(step * args.prompts + i) * args.group + j for j in range(args.group)],
+            )
+            for i, ids in enumerate(prompts)
+        ]
+        return sum(len(g.response_ids) for group in engine.generate(requests) for g in group)
+
+    return sample
+
+
+def generate() -> Callable[[list[list[int]], int], int]:
+    """Return ``model.generate`` on one padded batch."""
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype)).eval()
+    ends = model.generation_config.eos_token_id
+
+    def sample(prompts: list[list[int]], step: int) -> int:
+        torch.manual_seed(step)
+        rows = [ids for ids in prompts for _ in range(args.group)]
+        batch = tokenizer.pad({"input_ids": rows}, return_tensors="pt")
+        keys = {"max_new_tokens": args.new_tokens, "temperature": TEMPERATURE, "top_k": 0, "top_p": 1.0}
+        with torch.inference_mode():
+            out = model.generate(**batch, do_sample=True, pad_token_id=tokenizer.pad_token_id, **keys)
+        answers = out[:, batch["input_ids"].shape[1] :]
+        ended = torch.isin(answers, torch.as_tensor(ends)).cumsum(-1).cumsum(-1)
+        return int((ended <= 1).sum())
+
+    return sample
+
+
+def vllm() -> Callable[[list[list[int]], int], int]:
+    """Return vLLM alone, offline."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    from vllm import LLM, SamplingParams  # type: ignore[import-not-found,unused-ignore]
+
+    keys: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 256, "enforce_eager": True}
+    engine = LLM(model=args.model, dtype=dtype, seed=0, disable_log_stats=True, **keys)
+
+    def sample(prompts: list[list[int]], step: int) -> int:
+        keys = {"temperature": TEMPERATURE, "max_tokens": args.new_tokens, "n": args.group}
+        sampling = SamplingParams(**keys, seed=step, logprobs=0, detokenize=False)
+        answers = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        return sum(len(one.token_ids) for answer in answers for one in answer.outputs)
+
+    return sample
+
+
+def _process_seconds() -> float:
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system
+
+
+sample: Callable[[list[list[int]], int], int] = {"ours": ours, "generate": generate, "vllm": vllm}[name]()
+
+
+def step(number: int) -> dict[str, float]:
+    """Sample the answers of one step."""
+    ids = prompt_ids(number)
+    began, cpu = time.perf_counter(), _process_seconds()
+    tokens = sample(ids, number)
+    seconds, cpu = time.perf_counter() - began, _process_seconds() - cpu
+    return {"step_s": seconds, "cpu_s": cpu, "new_tokens": tokens}
+
+
+serve(step)

@@ -1,0 +1,86 @@
+"""Weights by name that are brought bucket by bucket, so that one bucket at a time takes memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+BUCKET_BYTES = 2**26
+"""A bucket has so many bytes, or a single weight with more."""
+
+
+class WeightStream(Mapping[str, Tensor]):
+    """Weights by name; reading in order brings each bucket once, and drops the bucket before it.
+
+    Args:
+        like: tensors with names, shapes and types of the weights, in order; their values are not read.
+        bring: returns the weights of the names of one bucket.
+        most: bytes of a bucket.
+    """
+
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
+        bring: Callable[[Sequence[str]], Mapping[str, Tensor]],
+        most: int = BUCKET_BYTES,
+    ) -> None:
+        self.like = like
+        self.buckets = cut_buckets(like, most)
+        self._bring = bring
+        self._bucket_of = {name: names for names in self.buckets for name in names}
+        self._held: Mapping[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held:
+            names = self._bucket_of[name]
+            self._held = {}  # before the next takes memory
+            self._held = self._bring(names)
+        return self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.like
+        self._held = {}
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+
+def cut_buckets(like: Mapping[str, Tensor], most: int = BUCKET_BYTES) -> list[list[str]]:
+    """Return the names of ``like`` in order, in lists of at most ``most`` bytes, or of one weight."""
+    buckets: list[list[str]] = []
+    size = 0
+    for name, tensor in like.items():
+        if not buckets or size + tensor.nbytes > most:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(name)
+        size += tensor.nbytes
+    return buckets
+
+
+def like_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return tensors with the names, shapes and types of ``weights``, without bringing a stream's."""
+    return weights.like if isinstance(weights, WeightStream) else weights
+
+
+def buckets_of(weights: Mapping[str, Tensor]) -> list[list[str]]:
+    """Return the names that are read together: a stream's buckets, or all."""
+    return weights.buckets if isinstance(weights, WeightStream) else [list(weights)]
+
+
+class WeightParts(Protocol):
+    """The weights of an actor of which several processes hold parts."""
+
+    def stream(self, without: Collection[str] = ()) -> WeightStream:
+        """Return the whole weights by name, as they are when they are read, less those of some names."""
+        ...
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Set the parts of all processes from whole ``weights``."""
+        ...
+
+    def keep(self) -> Callable[[], None]:
+        """Return a function that sets the parts of all processes to what they are now."""
+        ...

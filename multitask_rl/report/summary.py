@@ -1,0 +1,77 @@
+"""What one run says of itself: tasks before and after, constraints, shares, stages, events."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from multitask_rl.report.differences import Pair, difference_rows, share_prompts
+from multitask_rl.report.influence import influence, turnover
+from multitask_rl.tracking.reading import RunRecord
+
+
+def summarise_run(run: RunRecord) -> dict[str, Any]:
+    """Return what ``report`` says of one run."""
+    return {
+        "run": run.name,
+        "tasks": _report_rows(run),
+        "changes": run_changes(run),
+        "influence": influence(run),
+        "turnover": turnover(run),
+        "constraints": _constraints(run),
+        "weights": {task: {str(step): w for step, w in own.items()} for task, own in run.weights.items()},
+        "stages": run.stages,
+        "events": run.events,
+    }
+
+
+def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
+    """Return a row per task: its last evaluation against the first one with the same metric."""
+    pairs, more = {}, dict[str, dict[str, Any]]()
+    for task, history in run.evaluations.items():
+        last = history[-1]
+        kind = (last.metric, last.direction)
+        alike = [e for e in history if (e.metric, e.direction) == kind]
+        more[task] = {"left_out": [e.step for e in history if (e.metric, e.direction) != kind]}
+        if len(alike) > 1:
+            pairs[task] = Pair([alike[0]], [last], share_prompts(run, run, alike[0], last))
+        else:
+            pairs[task] = Pair([replace(last, values=[])], [last], paired=False)
+            more[task]["steps"] = [None, last.step]
+    return {task: {**row, **more[task]} for task, row in difference_rows(pairs).items()}
+
+
+def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, Any]]:
+    """Return what training changed in tasks that it did not train on: primary metric, ``kl``, ``turnover``.
+
+    With ``all_tasks`` also in those that it trained on.
+    """
+    trained = [task for task, weights in run.weights.items() if any(weights.values())]
+    found = []
+    for task, row in _report_rows(run).items():
+        if task in trained and not all_tasks:
+            continue
+        own = {"run": run.name, "trained": trained, "task": task}
+        found.append({**own, **row})
+        first, last = run.evaluations[task][0].metrics, run.evaluations[task][-1].metrics
+        for metric in ("kl", "turnover"):
+            if metric in first:
+                numbers = {"before": first[metric], "after": last[metric]}
+                found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})
+    return found
+
+
+def _constraints(run: RunRecord) -> list[dict[str, Any]]:
+    """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
+    rows = []
+    for task, history in run.evaluations.items():
+        first, last = history[0].metrics if len(history) > 1 else {}, history[-1].metrics
+        for key in last:
+            if key.startswith("constraint/") and key.endswith("/limit"):
+                prefix = key.removesuffix("limit")
+                own = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
+                before = first.get(f"{prefix}violation_rate", math.nan)
+                name = prefix.removeprefix("constraint/").removesuffix("/")
+                rows.append({"task": task, "constraint": name, "before": before, **own})
+    return rows
