@@ -7,20 +7,45 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from multitask_rl.config.run import RunConfig
 from multitask_rl.records import Direction, Event, TaskEvaluation
 from multitask_rl.statistics.intervals import Difference, compare_means, holm
 from multitask_rl.trainer import Trainer
 
-__all__ = ["Evaluations", "print_next_steps", "print_prepared", "print_run", "print_table", "summarise"]
+__all__ = [
+    "Evaluations",
+    "Trained",
+    "print_next_steps",
+    "print_prepared",
+    "print_run",
+    "print_table",
+    "summarise",
+]
 
 Evaluations = Mapping[str, TaskEvaluation]
 """By task."""
 NUM_WEIGHT_ROWS = 8
 
 
-def summarise(trainer: Trainer, before: Evaluations, after: Evaluations, **further: Any) -> dict[str, Any]:
+class Trained(NamedTuple):
+    """What is told of a run after it; unlike the trainer it holds no weights."""
+
+    config: RunConfig
+    tasks: Sequence[str]
+    """The trained ones."""
+    step: int
+    history: Sequence[tuple[int, Evaluations]]
+    events: Sequence[Event]
+
+    @classmethod
+    def by(cls, trainer: Trainer) -> Trained:
+        """Return what ``trainer`` did."""
+        return cls(trainer.config, trainer.plan.trained, trainer.step, trainer.history, trainer.events)
+
+
+def summarise(run: Trained, before: Evaluations, after: Evaluations, **further: Any) -> dict[str, Any]:
     """Return the content of ``summary.json``; ``further`` are values of its own keys."""
     return {
         "tasks": {
@@ -33,7 +58,7 @@ def summarise(trainer: Trainer, before: Evaluations, after: Evaluations, **furth
             for name, (change, verdict) in _changes(before, after).items()
         },
         **further,
-        "guard_events": [asdict(event) for event in _guard_events(trainer)],
+        "guard_events": [asdict(event) for event in _guard_events(run)],
     }
 
 
@@ -52,8 +77,8 @@ def _figures(evaluation: TaskEvaluation) -> dict[str, float]:
     return {"mean": evaluation.primary.mean, "low": low, "high": high, "n": evaluation.primary.n}
 
 
-def _guard_events(trainer: Trainer) -> list[Event]:
-    return [event for event in trainer.events if event.source == "guard"]
+def _guard_events(run: Trained) -> list[Event]:
+    return [event for event in run.events if event.source == "guard"]
 
 
 def print_prepared(directory: Path, figures: Mapping[str, Mapping[str, Any]], seconds: float) -> None:
@@ -104,10 +129,10 @@ def _secondary(evaluation: TaskEvaluation) -> list[str]:
     ]
 
 
-def print_run(trainer: Trainer) -> None:
+def print_run(run: Trained) -> None:
     """Print the scheduler's weights at a few steps of the run, and the guard's events."""
-    _print_weights(Path(trainer.config.output_dir) / "metrics.jsonl", trainer.plan.trained)
-    events = _guard_events(trainer)
+    _print_weights(Path(run.config.output_dir) / "metrics.jsonl", run.tasks)
+    events = _guard_events(run)
     print(f"\nguard events: {len(events) or 'none'}")
     for event in events:
         print(f"  step {event.step} {event.kind} {event.task}: {event.reason}")
@@ -127,11 +152,11 @@ def _print_weights(metrics_file: Path, tasks: Sequence[str]) -> None:
         print(f"  {step:>4}  " + "  ".join(f"{weight:>12.3f}" for weight in weights))
 
 
-def print_next_steps(directory: Path, trainer: Trainer, summary: Path) -> None:
+def print_next_steps(directory: Path, run: Trained, summary: Path) -> None:
     """Print where the results are, and the commands that show them."""
     python = Path(sys.executable)
-    print(f"\nsummary: {summary}\nrun: {trainer.config.output_dir}")
-    print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {trainer.config.tracking.uri}")
+    print(f"\nsummary: {summary}\nrun: {run.config.output_dir}")
+    print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {run.config.tracking.uri}")
     page = f"--html {directory / 'report.html'} --open"
     print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'} {page}")
     print("a second run, and both compared in a browser: README.md, Start")

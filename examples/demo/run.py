@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from prepare import Prepared, prepare
-from results import print_next_steps, print_prepared, print_run, print_table, summarise
+from results import Trained, print_next_steps, print_prepared, print_run, print_table, summarise
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -47,17 +47,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.directory / "prepared", options.seed, options.directory / "cache", options.effort
         )
         print_prepared(prepared.directory, prepared.figures, time.perf_counter() - began)
-        trainer, exit_code = _train(_configuration(options, prepared))
+        run, exit_code = _train(_configuration(options, prepared))
     except MultitaskRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    before, after = trainer.history[0][1], trainer.history[-1][1]
-    summary = summarise(trainer, before, after, wall_s=time.perf_counter() - began, seed=options.seed)
-    print_table(f"held-out prompts, before and after {trainer.step} steps", before, after)
-    print_run(trainer)
+    before, after = run.history[0][1], run.history[-1][1]
+    summary = summarise(run, before, after, wall_s=time.perf_counter() - began, seed=options.seed)
+    print_table(f"held-out prompts, before and after {run.step} steps", before, after)
+    print_run(run)
     target = options.directory / "summary.json"
     target.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    print_next_steps(options.directory, trainer, target)
+    print_next_steps(options.directory, run, target)
     return exit_code
 
 
@@ -104,7 +104,7 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
     )
 
 
-def _train(config: RunConfig) -> tuple[Trainer, int]:
+def _train(config: RunConfig) -> tuple[Trained, int]:
     """Train from the start; a stop by the guard is a result, not a crash."""
     shutil.rmtree(config.output_dir, ignore_errors=True)
     trainer = Trainer.from_config(config)
@@ -113,8 +113,8 @@ def _train(config: RunConfig) -> tuple[Trainer, int]:
         trainer.train()
     except GuardStop as stop:
         print(f"stopped by the guard: {stop}", file=sys.stderr)
-        return trainer, stop.exit_code
-    return trainer, 0
+        return Trained.by(trainer), stop.exit_code
+    return Trained.by(trainer), 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from prepare import DATA_VARIABLE, Prepared, data_directory, prepare
-from results import Evaluations, print_next_steps, print_prepared, print_run, print_table, summarise
+from results import Evaluations, Trained, print_next_steps, print_prepared, print_run, print_table, summarise
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -43,9 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     began = time.perf_counter()
     seconds: dict[str, float] = {}
+    peaks: dict[str, float] = {}
+    """GiB of this process at their highest so far, at the end of each part."""
 
     def mark(part: str) -> None:
         seconds[part] = time.perf_counter() - began - sum(seconds.values())
+        peaks[part] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        gc.collect()  # before the next model is loaded
 
     try:
         prepared = prepare(
@@ -63,10 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _configuration(options, prepared)
         before = _evaluate_tests(config, prepared, options.test_prompts)
         mark("test_before")
-        trainer, exit_code = _train(config)
+        run, weights, exit_code = _train(config)
         mark("train")
-        saved = trainer.parts.store.checkpoints
-        weights = saved.path(max(saved.entries)) / "actor"
         after = _evaluate_tests(
             replace(config, model=replace(config.model, name_or_path=str(weights))),
             prepared,
@@ -76,27 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MultitaskRLError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     summary = summarise(
-        trainer,
+        run,
         before,
         after,
         wall_s=sum(seconds.values()),
         seconds=seconds,
-        peak_gib=peak,
+        peak_gib=peaks,
         seed=options.seed,
     )
-    first, last = trainer.history[0][1], trainer.history[-1][1]
-    print_table(
-        f"validation prompts, which the guard reads, before and after {trainer.step} steps", first, last
-    )
-    print_table(f"test prompts, read only here, before and after {trainer.step} steps", before, after)
-    print_run(trainer)
+    first, last = run.history[0][1], run.history[-1][1]
+    print_table(f"validation prompts, which the guard reads, before and after {run.step} steps", first, last)
+    print_table(f"test prompts, read only here, before and after {run.step} steps", before, after)
+    print_run(run)
     target = options.directory / "summary.json"
     target.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     parts = ", ".join(f"{part.replace('_', ' ')} {value / 60:.1f}" for part, value in seconds.items())
-    print(f"\nminutes: {parts}; at most {peak:.1f} GiB")
-    print_next_steps(options.directory, trainer, target)
+    print(f"\nminutes: {parts}; at most {max(peaks.values()):.1f} GiB")
+    print_next_steps(options.directory, run, target)
     return exit_code
 
 
@@ -169,23 +168,25 @@ def _evaluate_tests(config: RunConfig, prepared: Prepared, num_prompts: int) -> 
         tracking=replace(config.tracking, trackers=[]),
     )
     with contextlib.closing(Trainer.from_config(config)) as trainer:
-        evaluations = trainer.evaluate()
-    del trainer
-    gc.collect()  # before the next model is loaded
-    return evaluations
+        return trainer.evaluate()
 
 
-def _train(config: RunConfig) -> tuple[Trainer, int]:
-    """Train from the start; a stop by the guard is a result, not a crash."""
+def _train(config: RunConfig) -> tuple[Trained, Path, int]:
+    """Train from the start; return what is told of it, its last weights and the exit code.
+
+    A stop by the guard is a result, not a crash. The trainer is not kept: it holds 16 bytes a parameter.
+    """
     shutil.rmtree(config.output_dir, ignore_errors=True)
     trainer = Trainer.from_config(config)
     print(trainer.plan.describe(), flush=True)
+    exit_code = 0
     try:
         trainer.train()
     except GuardStop as stop:
         print(f"stopped by the guard: {stop}", file=sys.stderr)
-        return trainer, stop.exit_code
-    return trainer, 0
+        exit_code = stop.exit_code
+    saved = trainer.parts.store.checkpoints
+    return Trained.by(trainer), saved.path(max(saved.entries)) / "actor", exit_code
 
 
 if __name__ == "__main__":

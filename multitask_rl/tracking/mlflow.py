@@ -46,7 +46,6 @@ from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-    from mlflow.entities import Metric
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAME = 250
@@ -61,8 +60,8 @@ and before step 200 those of the metrics to look at first."""
 _NOTE = "mlflow.note.content"
 _PAGE = "report.html"
 _PAGE_LINE = f"Page of the run: [{_PAGE}]"
-_GATHER_S = 5.0
-"""Points of so many seconds go to the store together; a short step's share of one write is small."""
+_GATHER_S = 15.0
+"""Points of so many seconds go to the store together: in each write it looks up the newest of each metric."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _SWEEP_TAG = "multitask_rl.sweep"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
@@ -82,9 +81,12 @@ _HEADLINES = {
     r"time/step_s": f"{_AT_A_GLANCE}seconds_per_step",
 }
 """What a person looks at first: metric -> its second name, in the group that MLflow shows above all."""
+_Point = tuple[str, float, int, int]
+"""Metric, value, milliseconds since 1970, step."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
+@cache
 def legal_name(name: str) -> str:
     """Return ``name`` as MLflow accepts it: ``[A-Za-z0-9_. /-]``, a relative path without dots, <= 250 long.
 
@@ -267,6 +269,7 @@ class MLflowTracker(Tracker):
         self._events: list[dict[str, Any]] = []
         self._event_counts: Counter[str] = Counter()
         self._events_written_s = time.monotonic()
+        self._started_s = time.monotonic()
         self._traced_s = -math.inf
         self._refused: set[str] = set()
         """Kinds of things that the store did not take."""
@@ -380,15 +383,18 @@ class MLflowTracker(Tracker):
         if changed:
             self._client.log_dict(self._run, changed, "config.resumed.json")
 
-    def _send_metrics(self, points: Sequence[Metric]) -> None:
-        """Send the kept points that MLflow lacks."""
+    def _send_metrics(self, points: Sequence[_Point]) -> None:
+        """Send the kept points that MLflow lacks, under legal names."""
+        from mlflow.entities import Metric
+
         new = []
-        for point in points:
-            if self._keeps(point.key, point.step):
-                if self._stored[point.key, point.step] > 0:
-                    self._stored[point.key, point.step] -= 1
-                else:
-                    new.append(point)
+        for own, value, time_ms, step in points:
+            for name in map(legal_name, (own, *_headlines(own))):
+                if self._keeps(name, step):
+                    if self._stored[name, step] > 0:
+                        self._stored[name, step] -= 1
+                    else:
+                        new.append(Metric(name, value, time_ms, step))
         for index in range(0, len(new), MAX_PER_BATCH):
             batch = new[index : index + MAX_PER_BATCH]
             self._client.log_batch(self._run, metrics=batch, synchronous=True)
@@ -403,19 +409,16 @@ class MLflowTracker(Tracker):
         return True
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Queue the finite values under legal names."""
+        """Queue the finite values."""
         if (points := self._points(metrics, step)) and self._worker is not None:
             self._worker.put(points)
 
-    def _points(self, metrics: Mapping[str, float], step: int) -> list[Metric]:
-        """Return the finite values under legal names; count the others."""
-        from mlflow.entities import Metric
-
+    def _points(self, metrics: Mapping[str, float], step: int) -> list[_Point]:
+        """Return the finite values; count the others."""
         now_ms = int(time.time() * 1000)
-        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        finite = [(n, float(value), now_ms, step) for n, value in metrics.items() if math.isfinite(value)]
         self.num_dropped += len(metrics) - len(finite)
-        named = [(name, value) for own, value in finite.items() for name in (own, *_headlines(own))]
-        return [Metric(legal_name(name), value, now_ms, step) for name, value in named]
+        return finite
 
     def log_event(self, event: Event) -> None:
         """Queue the event: counted and quoted in a tag, kept whole in the artifact ``events.jsonl``."""
@@ -482,9 +485,10 @@ class MLflowTracker(Tracker):
             self._client.delete_model_version(name, number)
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Queue the best and the worst rollout of each task as traces, once a minute."""
+        """Queue the best and the worst rollout of each task as traces: once a minute, later more rarely."""
         now = time.monotonic()
-        if self._worker is None or now - self._traced_s < SAMPLES_EVERY_S:
+        apart = max(SAMPLES_EVERY_S, (now - self._started_s) / _RESOLUTION)
+        if self._worker is None or now - self._traced_s < apart:
             return
         self._traced_s = now
         for item in best_and_worst(scored):
