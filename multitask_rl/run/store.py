@@ -13,6 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+try:  # ten times as fast, where PyYAML was built with libyaml
+    from yaml import CSafeDumper as _Dumper
+    from yaml import CSafeLoader as _Loader
+except ImportError:
+    from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
+    from yaml import SafeLoader as _Loader  # type: ignore[assignment]
+
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
@@ -246,7 +253,7 @@ class RunStore:
     def read_config(self) -> dict[str, Any]:
         """Return the content of ``config.yaml``; nothing if it cannot be read."""
         try:
-            value = yaml.safe_load((self._output_dir / "config.yaml").read_text(encoding="utf-8"))
+            value = yaml.load((self._output_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_Loader)
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return value if isinstance(value, dict) else {}
@@ -269,7 +276,7 @@ class RunStore:
             logger.info("%s", said)
             return self.read_config()
         plain = _resolved(config, specs)
-        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+        text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
             aside = self._output_dir / ".writing_config.yaml"
             aside.write_text(text, encoding="utf-8")
