@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -34,6 +34,9 @@ from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.statistics.evaluations import Evaluations
+
+if TYPE_CHECKING:
+    from multitask_rl.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +136,10 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
                     raise ConfigError(
                         f"{key}: the run recorded it without its secret; give it again: {again}"
                     )
+            if config.tracking.console == "quiet":
+                for handler in logging.getLogger().handlers:
+                    if type(handler) is logging.StreamHandler:  # the run's file keeps everything
+                        handler.setLevel(logging.WARNING)
             action(config)
         except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
             failures.append(error)
@@ -198,10 +205,8 @@ def _literal(value: Any) -> Any:
 
 
 def _train(config: RunConfig) -> None:
-    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
-
     try:
-        evaluations = Trainer.from_config(config).train()
+        evaluations = _trainer(config).train()
     except KeyboardInterrupt:
         record = Path(config.output_dir, RECORD)
         if record.is_file() and "console" not in config.tracking.trackers:  # which says it
@@ -211,9 +216,16 @@ def _train(config: RunConfig) -> None:
         print_evaluations(evaluations)
 
 
-def _evaluate(config: RunConfig) -> None:
-    from multitask_rl.trainer import Trainer  # heavy: torch, transformers
+def _trainer(config: RunConfig) -> Trainer:
+    """Return the trainer; its libraries take seconds to import, in which a terminal would show nothing."""
+    if sys.stderr.isatty() and config.tracking.console != "quiet":
+        print("importing torch and transformers", file=sys.stderr)
+    from multitask_rl.trainer import Trainer
 
+    return Trainer.from_config(config)
+
+
+def _evaluate(config: RunConfig) -> None:
     resume, run = config.checkpoint.resume, config.output_dir
     if resume == "auto":
         allowed = (
@@ -222,7 +234,7 @@ def _evaluate(config: RunConfig) -> None:
         )
         with path_errors("output_dir", run, allowed):
             os.scandir(run).close()
-    trainer = Trainer.from_config(config)
+    trainer = _trainer(config)
     evaluations = trainer.evaluate()
     restored = trainer.parts.store.restored
     why = "checkpoint.resume=never" if resume == "never" else f"{run} has no checkpoint"

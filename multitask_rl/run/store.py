@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume")
-"""Settings of length, place and start; a change of one does not change the training itself."""
+_MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
+"""Settings of length, place, start and display; a change of one does not change the training itself."""
 
 
 class RunStore:

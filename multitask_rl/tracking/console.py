@@ -55,7 +55,10 @@ _PROGRESS_EVERY_S = 30.0
 """Between two lines on work that takes long, where there is no terminal."""
 _REFRESH_S = 0.5
 """Between two drawings of the view."""
-_CELL = '<pre style="line-height: 1.2; white-space: pre; overflow-x: auto">{code}</pre>'
+_CELL = (
+    "<pre style=\"font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.2; "
+    'white-space: pre; overflow-x: auto">{code}</pre>'
+)
 
 
 class ConsoleTracker(Tracker):

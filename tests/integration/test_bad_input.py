@@ -165,6 +165,23 @@ def test_responses_of_no_length_are_scored_and_trained_past(space):
         assert run(space, "out-zero") == 0
 
 
+def test_a_quiet_run_tells_the_end_alone_and_how_it_is_shown_is_no_other_setting(space, capsys, monkeypatch):
+    """A finished run refuses other settings; other words for the same steps are none."""
+    assert run(space, "shown", "tracking.trackers=[console,jsonl]") == 0
+    capsys.readouterr()
+    arguments = ["train", f"output_dir={space / 'shown'}"]
+    assert main([*arguments, "--quiet"]) == 0
+    told = capsys.readouterr()
+    assert told.err == ""
+    assert "run finished" in told.out
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main([*arguments, "--json", "max_steps=3"]) == 0
+    told = capsys.readouterr()
+    events = [line["event"] for line in map(json.loads, told.out.splitlines()) if "event" in line]
+    assert [event["reason"] for event in events if "tracking.console" in event["reason"]] == []
+    assert told.err.startswith("importing torch and transformers\n"), "what takes the first seconds"
+
+
 def test_an_evaluation_needs_the_run_alone_and_says_whose_weights_it_saw(space, capsys):
     done, tasks = space / "done", [f"tasks_file={space / 'tasks.yaml'}", *SMALL]
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}

@@ -309,6 +309,8 @@ def test_a_notebook_has_one_output_that_updates_without_widgets(
     for shown in ("step 1/2", "&lt;math&gt;", "0.500 ±0.980", "0.250", "it lags", "it falls", "finished"):
         assert shown in pages[0]
     assert "<math>" not in pages[0]
+    assert "font-family: " in pages[0], "columns stand below each other in a page with fonts of its own"
+    assert "monospace" in pages[0]
     lines = stream.getvalue().splitlines()
     assert [line.split(":")[0] for line in lines] == [
         f"output in {tmp_path}",
