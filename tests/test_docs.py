@@ -1,15 +1,18 @@
 """The pages: all are in the site's navigation, and every link leads to a file and a heading that exist."""
 
 import ast
+import contextlib
 import json
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 
+from multitask_rl.cli import COMMANDS, main
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import parse_tasks
@@ -129,3 +132,72 @@ def test_the_cost_model_of_scale_is_what_its_script_prints_and_what_was_measured
         shape = {name: row[name] for name in ("parameters", "samples", "learned", "tokens")}
         run = model["Run"](**shape, weight_bytes=4, stored=row["samples"], **{row["of"]: row["number"]})
         assert model["traffic"](run)[row["line"]] == pytest.approx(row["bytes"], rel=0.15, abs=1)
+
+
+COMMAND = re.compile(r"^    multitask-rl ((?:.*\\\n)*.*)$", re.MULTILINE)
+RUN_OF_A_PAGE = ["tasks_file=tasks.yaml", "model.name_or_path=MODEL"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if page.suffix == ".md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_commands_of_a_page_are_commands(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each exists with the options that it is given; the configuration of each run is one."""
+    monkeypatch.chdir(tmp_path)
+    main(["init", ".", "--model", "MODEL", "--yes"])
+    shutil.copytree(ROOT / "configs", tmp_path / "configs", dirs_exist_ok=True)
+    for name in ("tasks", "all"):  # a task of each name that the pages use
+        task = {"dataset": "data/sums.jsonl", "rewards": ["rewards.py:right_number"]}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": {"math": task, "code": task}}))
+    for command in COMMAND.findall(page.read_text(encoding="utf-8")):
+        words = shlex.split(command.replace("\\\n", " "), comments=True)
+        name = "sandbox corpus" if words[:2] == ["sandbox", "corpus"] else words[0]
+        assert name in COMMANDS, command
+        options = [word for word in words if word.startswith("--")]
+        if name == "train" and "--multirun" not in options:
+            seen = list[RunConfig]()
+            words = [part for word in words[1:] for part in (RUN_OF_A_PAGE if word == "..." else [word])]
+            assert compose_and_run(words, "train", seen.append) == 0
+            assert seen[0].output_dir, command
+            continue
+        capsys.readouterr()
+        with contextlib.suppress(SystemExit):
+            main([*name.split(), "--help"])
+        told = capsys.readouterr().out
+        assert [option for option in options if option not in told] == [], command
+
+
+def test_the_first_page_has_tasks_and_a_reward_that_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    (tasks,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    (tmp_path / "rewards.py").write_text(source)
+    (tmp_path / "data").mkdir()
+    for name in re.findall(r"data/\w+\.jsonl", tasks):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert set(parse_tasks(yaml.safe_load(tasks), "the page")) == {"math", "json"}
+    score = runpy.run_path("rewards.py")["fields_right"]
+    fields = {"name": "Ann", "age": 4}
+    answers = ('{"name": "Ann", "age": 5}', json.dumps(fields), "5", "[]", "{")
+    assert [score(answer, fields) for answer in answers] == [0.5, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_readme_and_the_page_of_the_scheduler_have_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("data/math.jsonl", "data/chats.jsonl", "math.jsonl"):
+        (tmp_path / name).touch()
+    for page in (ROOT / "README.md", ROOT / "docs" / "scheduler-and-guard.md"):
+        blocks = re.findall(r"^```yaml\n(.*?)^```$", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+        assert blocks
+        for block in blocks:
+            assert "math" in parse_tasks(yaml.safe_load(block), "the page")

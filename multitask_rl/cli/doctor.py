@@ -20,7 +20,8 @@ from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
 
 _USAGE = """\
 usage: multitask-rl doctor
-       multitask-rl doctor [FILE] [key=value ...]     keys as for train: model.name_or_path, ..."""
+       multitask-rl doctor [FILE] [key=value ...]     keys as for train: model.name_or_path, ...
+       multitask-rl doctor --config-dir configs +experiment=NAME [key=value ...]"""
 _REQUIRED = ("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich")
 _EXTRAS = {
     "mlflow": ("mlflow",),

@@ -291,8 +291,8 @@ def _hydra_arguments(arguments: list[str], defaults: list[str]) -> list[str]:
                 raise ConfigError(f"{option}: takes no value, got {value!r}")
             options.append(option)
         elif not option.startswith("-"):
-            overrides.append(f"++{argument}" if equals and _is_below_mapping(option) else argument)
-        elif key in config_keys() or _is_below_mapping(key):
+            overrides.append(f"++{argument}" if equals and _is_in_mapping(option) else argument)
+        elif key in config_keys() or _is_in_mapping(key):
             value = value if equals else next(rest, "VALUE")
             raise ConfigError(f"{argument}: a key is given without dashes; write {key}={value}")
         else:
@@ -304,9 +304,9 @@ def _hydra_arguments(arguments: list[str], defaults: list[str]) -> list[str]:
     return options + overrides
 
 
-def _is_below_mapping(key: str) -> bool:
-    """Whether ``key`` lies below a mapping, where the schema knows no keys and Hydra needs ``++``."""
-    return any(key.startswith(f"{name}.") for name, default in config_keys().items() if default == {})
+def _is_in_mapping(key: str) -> bool:
+    """Whether ``key`` is a mapping or below one: the schema knows no keys there, and Hydra needs ``++``."""
+    return any(f"{key}.".startswith(f"{name}.") for name, default in config_keys().items() if default == {})
 
 
 _FORMS = {

@@ -276,6 +276,10 @@ def test_overrides_and_experiments_become_dataclasses(here: Path) -> None:
     assert type(config) is RunConfig
     assert (config.max_steps, config.batch.group_size, config.model.lora.rank) == (7, 2, 4)
     assert config.tasks == {"math": {"weight": 2}}
+    assert compose(["model.rope_scaling={type: yarn, factor: 4.0}"]).model.rope_scaling == {
+        "type": "yarn",
+        "factor": 4.0,
+    }
     assert (here / "runs" / "default" / "train.log").is_file()
 
 
