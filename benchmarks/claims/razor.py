@@ -37,6 +37,7 @@ from claims.suite import merged
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
+from multitask_rl.models.actor import multiplies_bfloat16
 from multitask_rl.statistics.intervals import compare_means
 from multitask_rl.trainer import Trainer
 from multitask_rl_tasks.suite import write_rows
@@ -48,7 +49,7 @@ EVERY = 3
 NUM_HELD_OUT = 24
 SETTINGS: Mapping[str, Any] = {
     "num_threads": 1,
-    "model": {"autocast": True},
+    "model": {"autocast": multiplies_bfloat16("cpu")},
     "batch": {"prompts_per_step": BATCH, "group_size": 8, "tokens_per_microbatch": 512, "refill_rounds": 0},
     # greedy, so that equal weights give equal responses
     "eval": {"every": EVERY, "num_prompts": NUM_HELD_OUT, "temperature": 0.0},

@@ -38,6 +38,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.errors import GuardStop
+from multitask_rl.models.actor import multiplies_bfloat16
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import model_directory
 from multitask_rl_tasks.suite import write_rows
@@ -55,7 +56,7 @@ NUM_TEST = 96
 NUM_ANCHORS = 16
 SETTINGS: Mapping[str, Any] = {
     "num_threads": 1,
-    "model": {"autocast": True},
+    "model": {"autocast": multiplies_bfloat16("cpu")},
     # no refill: every arm then spends the same rollouts
     "batch": {"prompts_per_step": 8, "group_size": 8, "tokens_per_microbatch": 1024, "refill_rounds": 0},
     "optimizer": {"learning_rate": 4e-5},

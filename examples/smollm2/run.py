@@ -32,6 +32,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import GuardStop, MultitaskRLError
+from multitask_rl.models.actor import multiplies_bfloat16
 from multitask_rl.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -142,10 +143,13 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
     document, where = load_yaml(CONFIG)
     config: RunConfig = build_dataclass(RunConfig, document, where)
     directory = options.directory.resolve()
+    is_fast = multiplies_bfloat16("cpu")
+    print(f"products in {'bfloat16' if is_fast else 'float32'}: what this CPU has instructions for")
     return replace(
         config,
         tasks_file=str(prepared.tasks_file),
-        model=replace(config.model, name_or_path=str(prepared.actor)),
+        model=replace(config.model, name_or_path=str(prepared.actor), autocast=is_fast),
+        rollout=replace(config.rollout, engine_config={"weights": "bfloat16" if is_fast else "actor"}),
         batch=replace(
             config.batch, prompts_per_step=options.prompts_per_step or config.batch.prompts_per_step
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import logging
 import os
 import re
 import shutil
@@ -44,6 +45,7 @@ _FLASH = {
 
 FILE_BYTES = 4 * 2**30
 """Of a file of weights that are in parts, at most; a weight may have more."""
+_LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of weights, by their names in a configuration."""
 
@@ -421,6 +423,23 @@ def check_attention(config: ModelConfig, device: str = "") -> None:
         )
 
 
+def multiplies_bfloat16(device: str) -> bool:
+    """Return whether ``device`` has instructions for products in bfloat16; all but CPUs are taken to have."""
+    known = torch.cpu.get_capabilities() if device.startswith("cpu") else {"bf16": True}
+    return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+def warn_of_slow_bfloat16(setting: str, better: str, device: str) -> None:
+    """Log a warning if ``device`` is a CPU that ``setting`` makes slow."""
+    if not multiplies_bfloat16(device):
+        _LOG.warning(
+            "%s computes in bfloat16, for which this CPU has no instructions: products take up to 60 times "
+            "as long as in float32; set %s",
+            setting,
+            better,
+        )
+
+
 def load_actor(
     config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Actor:
@@ -455,6 +474,10 @@ def load_actor(
     check_attention(config, device)
     usual = torch.bfloat16 if device.startswith("cuda") else torch.float32
     dtype = DTYPES.get(config.dtype, usual)
+    if config.autocast:
+        warn_of_slow_bfloat16("model.autocast=true", "model.autocast=false", device)
+    elif dtype is torch.bfloat16:
+        warn_of_slow_bfloat16("model.dtype=bfloat16", "model.dtype=float32", device)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
         base = model_below(name)

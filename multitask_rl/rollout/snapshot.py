@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from multitask_rl.models.actor import warn_of_slow_bfloat16
 from multitask_rl.plugins import build_config
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
 from multitask_rl.rollout.hf import HFConfig
@@ -60,6 +61,8 @@ def build_engine(
     # autocast keeps its casts of weights with requires_grad only; others it casts again for every token
     double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
     if kind == "bfloat16":
+        setting = "rollout.engine_config.weights"
+        warn_of_slow_bfloat16(f"{setting}=bfloat16", f"{setting}=actor", str(actor.model.device))
         double.config = replace(actor.config, autocast=True)
     built = engine.build(double, config, seed=seed, output_dir=output_dir)
     if kind == "bfloat16":

@@ -25,3 +25,23 @@ def test_a_model_without_the_usual_attention_is_loaded(build, tmp_path):
     loaded = load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu").model
     ids = torch.arange(2, 12).unsqueeze(0)
     assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("setting", [{"autocast": True}, {"dtype": "bfloat16"}])
+def test_bfloat16_is_warned_of_where_the_cpu_emulates_it(setting, tmp_path, monkeypatch, caplog):
+    MODELS["attention of its own"]().save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path), **setting)
+    told = []
+    for known in (
+        {"architecture": "x86_64", "avx2": True},
+        {"avx512_bf16": True},
+        {"neon": True, "bf16": True},
+    ):
+        caplog.clear()
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda known=known: known)
+        load_actor(config, "cpu")
+        told.append([record.getMessage() for record in caplog.records])
+    name = "autocast" if "autocast" in setting else "dtype"
+    assert told[1:] == [[], []]
+    assert [f"model.{name}=" in text and "60 times as long" in text for text in told[0]] == [True]
