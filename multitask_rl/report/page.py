@@ -134,6 +134,10 @@ def embedded(samples: Samples, most_bytes: int, token_bytes: int = _TOKEN_BYTES)
     }
 
 
+_FEWEST_STEPS, _HARDLY = 10, 0.02
+"""A task gives no signal if in half of its steps, so many at least, a smaller part of its groups does."""
+
+
 def _newest_within(chunks: Sequence[str], most_bytes: int) -> int:
     """Return the first of the newest chunks that have at most ``most_bytes`` together; one at least."""
     total, first = 0, len(chunks)
@@ -159,7 +163,7 @@ def payload(
         # an evaluation, the guard and a step write one line each; a step after a rollback replaces the former
         rows.setdefault(int(line["step"]), {}).update(line)
     steps = sorted(rows)
-    alarms = [event for event in run.events if event["kind"] in ALARM_KINDS]
+    alarms = [*_without_signal(rows, result), *(e for e in run.events if e["kind"] in ALARM_KINDS)]
     shown = ("tasks", "turnover", "influence", "constraints", "stages", "events")
     return {
         "name": run.name,
@@ -222,6 +226,32 @@ def _subtitle(run: RunRecord, steps: Sequence[int]) -> str:
     name = model.get("name_or_path") if isinstance(model, Mapping) else ""
     done = f"step {steps[-1] if steps else 0}" + (f" of {planned}" if planned else "")
     return " · ".join(part for part in (done, str(name or "")) if part)
+
+
+def _without_signal(
+    rows: Mapping[int, Mapping[str, float]], result: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the tasks that are no better and whose groups gave hardly a gradient in half of the steps."""
+    found = []
+    for task, row in result["tasks"].items():
+        key = f"task/{task}/informative_rate"
+        steps = [step for step in sorted(rows) if key in rows[step]]
+        late = [rows[step] for step in steps[len(steps) // 2 :]]
+        if len(late) < _FEWEST_STEPS or row["verdict"] == "better":
+            continue
+        rate = statistics.fmean(own[key] for own in late)
+        if rate >= _HARDLY:
+            continue
+        rewards = [own[name] for own in late if (name := f"task/{task}/reward_mean") in own]
+        mean = f" (mean reward {statistics.fmean(rewards):.3g})" if rewards else ""
+        reason = (
+            f"in its last {len(late)} steps {rate:.1%} of its groups had rewards that differ{mean}, so it "
+            "gave hardly a gradient: it is too hard, or solved, or its reward does not tell responses apart"
+        )
+        found.append(
+            {"step": steps[-1], "source": "page", "kind": "no signal", "task": task, "reason": reason}
+        )
+    return found
 
 
 def _tiles(

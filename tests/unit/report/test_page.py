@@ -46,6 +46,34 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
     assert data["samples"]["names"]["task"] == [EVIL]
 
 
+def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Path) -> None:
+    rates = {"dead": 0.0, "solved": 0.0, "alive": 0.5, "new": 0.0}
+    steps = {"new": range(32, 41)}
+    metrics = [
+        {"step": step, f"task/{task}/informative_rate": rate, f"task/{task}/reward_mean": 0.125}
+        for task, rate in rates.items()
+        for step in steps.get(task, range(1, 41))
+    ]
+    scores = [
+        {
+            "step": step,
+            "task": task,
+            "metric": "m",
+            "direction": "higher",
+            "values": [value, value - 0.01] * 20,
+        }
+        for task in rates
+        for step, value in ((0, 0.0), (40, float(task == "solved")))
+    ]
+    _, data = page_of(write_records(tmp_path, metrics=metrics, evaluations=scores))
+    assert [(alarm["task"], alarm["step"]) for alarm in data["alarms"]] == [("dead", 40)]
+    assert (
+        "in its last 20 steps 0.0% of its groups had rewards that differ (mean reward 0.125)"
+        in (data["alarms"][0]["reason"])
+    )
+    assert data["tiles"][3][:2] == ["warnings and alarms", 1]
+
+
 def test_the_policy_of_the_page_names_its_own_script_alone(tmp_path: Path) -> None:
     text, _ = page_of(write_records(tmp_path))
     code = re.search(r"<script>(.*)</script>", text, re.DOTALL)
