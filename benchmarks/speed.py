@@ -72,6 +72,11 @@ class Side:
             env=environment,
         )
 
+    @property
+    def process_id(self) -> int:
+        """The id of its process."""
+        return self._process.pid
+
     def step(self) -> dict[str, float]:
         """Let the side make one step; return what it measured."""
         assert self._process.stdin is not None

@@ -88,6 +88,7 @@ def build(folder: Path) -> Trainer:
         config=RunConfig(
             output_dir=str(folder / "run"),
             seed=args.seed,
+            executor=args.executor,
             model=settings,
             max_steps=args.steps,
             rollout=RolloutConfig(

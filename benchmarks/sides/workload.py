@@ -84,6 +84,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--engine", default="hf", help="rollout.engine; ours only")
+    parser.add_argument("--executor", choices=["local", "ray"], default="local", help="ours only")
     parser.add_argument("--compile", action="store_true", help="model.compile; ours only")
     return parser.parse_args()
 

@@ -15,7 +15,7 @@ from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.executor.replica import EngineReplica, Look, without_monitors
+from multitask_rl.executor.replica import EngineReplica, without_monitors
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
@@ -117,17 +117,14 @@ class RayEngine(RolloutEngine):
                     self._revive(group, [index])
                     begin(index)
                     continue
-                events, is_all = result
-                answer = None
+                samples_ended, look, is_all = result
                 ended: list[Ended] = []
-                for event in events:
-                    if isinstance(event, Look):  # always the last event: the replica waits for the answer
-                        answer = monitors[event.monitor].check(event.partial)
-                        continue
-                    for request, sample, generation in event:
-                        i, samples = given[index][request]
-                        del unfinished[i][samples[sample]]
-                        ended.append((i, samples[sample], generation))
+                for request, sample, generation in samples_ended:
+                    i, samples = given[index][request]
+                    del unfinished[i][samples[sample]]
+                    ended.append((i, samples[sample], generation))
+                # the replica waits for this answer
+                answer = None if look is None else monitors[look.monitor].check(look.partial)
                 if not is_all:
                     under_way[group.submit(index, "advance", answer)] = index
                 if ended:

@@ -6,9 +6,10 @@ ask reward pools, so they stay with the caller.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from multitask_rl.models.actor import Actor
+
+SLICE_S = 0.05
+"""Samples that end within this time travel together; their scoring begins that much later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,24 +108,30 @@ class EngineReplica:
             raise _Stopped
         return answer
 
-    def advance(self, answer: Sequence[bool] | None) -> tuple[list[list[Ended] | Look], bool]:
-        """Return the events since the last call, at least one, and whether the stream is at its end.
+    def advance(self, answer: Sequence[bool] | None) -> tuple[list[Ended], Look | None, bool]:
+        """Return what ended since the last call, a ``Look`` to answer, and whether the stream is at its end.
+
+        It returns at once with a ``Look`` or the end, else with the samples of a slice of time, at least one:
+        a call costs about as much as a decode step of a small model.
 
         Args:
-            answer: to the last event, if that was a ``Look``.
+            answer: to the last ``Look``.
         """
         assert self._thread is not None, "begin comes first"
         if answer is not None:
             self._answers.put(answer)
-        found: list[list[Ended] | Look] = []
-        while not found or not self._events.empty():
-            event = self._events.get()
-            if event is None:
-                return found, True
+        found: list[Ended] = []
+        until = time.monotonic() + SLICE_S
+        while True:
+            try:
+                event = self._events.get(timeout=max(0.0, until - time.monotonic()) if found else None)
+            except Empty:
+                return found, None, False
             if isinstance(event, BaseException):
                 raise event
-            found.append(event)
-        return found, False
+            if event is None or isinstance(event, Look):
+                return found, event, event is None
+            found += event
 
     def stop(self) -> None:
         """End the open stream: at once if it waits for an answer, else when the next sample ends."""
