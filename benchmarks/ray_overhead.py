@@ -21,6 +21,7 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from workload import ACTORS, GROUP, PROMPTS, make_actor
 from multitask_rl.sandbox.cgroups import descendants
 
 EXECUTORS = ("local", "ray")
+REST_S = 10.0
+"""After the last step nothing is asked for: what a side takes then, it takes beside every step too."""
 
 
 def cpu_seconds(root: int) -> float:
@@ -61,6 +64,9 @@ def measure(size: str, pairs: int, seed: int) -> dict[str, Any]:
                     step = sides[name].step()
                     step["cpu_s"] = cpu_seconds(sides[name].process_id) - before
                     sides[name].steps.append(step)
+            before_rest = {name: cpu_seconds(side.process_id) for name, side in sides.items()}
+            time.sleep(REST_S)
+            rest = {name: cpu_seconds(side.process_id) - before_rest[name] for name, side in sides.items()}
         finally:
             for side in sides.values():
                 side.close()
@@ -71,6 +77,7 @@ def measure(size: str, pairs: int, seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {"rollouts": PROMPTS * GROUP, "pairs": pairs}
     for key in ("step_s", "cpu_s", "gen_s", "reward_s", "train_s", "weights_s"):
         row[key] = {n: round(statistics.median(s[key] for s in sides[n].steps), 4) for n in EXECUTORS}
+    row["cpu_per_second_of_rest"] = {name: round(cpu / REST_S, 4) for name, cpu in rest.items()}
     for kind in ("cpu", "step"):
         ratios = [r[f"{kind}_s"] / own[f"{kind}_s"] for own, r in zip(local, ray, strict=True)]
         row[f"{kind}_ratio"] = [round(value, 4) for value in median_interval(ratios)]
