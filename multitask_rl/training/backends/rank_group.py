@@ -14,6 +14,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -33,19 +34,11 @@ from multitask_rl.training.backend import (
     UpdateResult,
     Weighted,
 )
-from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.backends.replica import Replica, Setup
-from multitask_rl.training.backends.sharded import (
-    ShardedPasses,
-    Shards,
-    check_shardable,
-    probe,
-    shard_learner,
-)
-from multitask_rl.training.backends.shared_state import SharedState
+from multitask_rl.training.backends.replica import Rank, Setup
+from multitask_rl.training.backends.sharded import check_shardable, probe
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.forward import split_head
@@ -89,15 +82,17 @@ class RankGroup(TrainingBackend):
         host: str = "127.0.0.1",
         num_threads: int = 0,
     ) -> None:
-        self._main = self._own = main
+        self._main = main
         self._config = config
-        self.runner, self.optimizer = runner, optimizer = main.runner, main.optimizer
+        self.optimizer = main.optimizer
+        self.runner = runner = main.runner
         self.num_ranks, self._tensor, self._peers = len(devices), tensor, context * tensor
         self._others = range(1, self.num_ranks)
         if sharded:
             check_shardable(runner, tensor)
         else:
             parts = 0
+        sizes = (self.num_ranks, context, tensor, parts)
         models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
             frozen, self._tensors = freeze((*models, main.tasks, config))
@@ -123,15 +118,12 @@ class RankGroup(TrainingBackend):
             connections.collect("arrived", "step")
 
         def join() -> Ranks:
-            sizes = (self.num_ranks, context, tensor, parts)
             return Ranks(0, *sizes, address=host, store=store, device=runner.actor.device)
 
         try:
             store, port = host_store(host)
             setup = Setup(
-                context=context,
-                tensor=tensor,
-                parts=parts,
+                sizes=sizes,
                 host=host,
                 port=port,
                 devices=[(str(runner.actor.device), str(runner.critic.device)), *devices[1:]],
@@ -144,23 +136,17 @@ class RankGroup(TrainingBackend):
             with self._naming_the_lost("the start"):
                 # on a GPU nothing waits yet, and the thread's current device is set
                 is_on_gpu = runner.actor.device.type == "cuda"
-                self._ranks = join() if is_on_gpu else connections.meet(join, "the start")
-            self._undo.callback(self._ranks.close)
-            connections.on_lost = self._ranks.abort
-            self._ranks.before_sum = wait_for_all
+                ranks = join() if is_on_gpu else connections.meet(join, "the start")
+            self._undo.callback(ranks.close)
+            connections.on_lost = ranks.abort
+            ranks.before_sum = wait_for_all
+            self._rank = Rank(main, ranks, self._tensors, config)
+            self._wholes = self._rank.state.parameters
             self._synchronise()
-            self._state: SharedState
-            self._shards: Shards
-            """Of sharded models only."""
             if sharded:
                 self._shard()
-            else:
-                self._state = SharedState(self._ranks, *optimizer.parameters)
-                self._wholes = self._state.parameters
-            optimizer.share_out(self._state)
             if context > 1:
-                runner.passes = ContextPasses(self._ranks)
-                self._call(Replica.check, {}, lambda: check_model(self._ranks, runner.actor.model))
+                self._call("check")
         except BaseException:
             self.close()
             raise
@@ -175,8 +161,6 @@ class RankGroup(TrainingBackend):
         at = [t.data_ptr() for t in self._tensors]
         self._places = {i: number[place] for i, place in enumerate(at) if place in number}
         gone = [i for i, place in enumerate(at) if place in cut]
-        for i in gone:
-            self._tensors[i] = torch.empty(0)
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
         expected = probe(actor.model, Passes())
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
@@ -185,19 +169,15 @@ class RankGroup(TrainingBackend):
         same |= {id(p): torch.nn.Parameter(p.detach(), p.requires_grad) for p in whole.values()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
         del same
-        work = dict.fromkeys(self._others, (self._places, gone, traits))
+        others = ([*self._places, *gone], *traits)
         places = {p.data_ptr() for p in whole.values()}
-        for i in [i for i, place in enumerate(at) if place in places]:
-            self._tensors[i] = torch.empty(0)
-            self._places.pop(i)
+        gone += [i for i, place in enumerate(at) if place in places]
+        self._places = {i: number for i, number in self._places.items() if at[i] not in places}
         for parameter in whole.values():
             nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
         self._emptied = whole
-        parts = (double, runner.critic, reference, self._main.tasks, self._config, self._ranks)
-        (self._own, state), _ = self._call(Replica.shard, work, lambda: shard_learner(*parts, *traits))
-        self._state, self._shards = state, state.shards
-        self._call(Replica.probe, {}, lambda: probe(double.model, ShardedPasses(self._ranks), expected))
+        self._call("shard", each=[(gone, *traits, double, expected), *[others] * len(self._others)])
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
         numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}
@@ -205,26 +185,27 @@ class RankGroup(TrainingBackend):
         self._numbers = {name: numbers[id(p)] for name, p in named}
         actor.parts = self
 
-    def _call(
-        self, method: Callable[..., Any], work: Mapping[int, tuple[Any, ...]], own: Callable[[], Any]
-    ) -> tuple[Any, list[Any]]:
-        """Run all ranks at the same time; return this rank's result and those of others that are not None.
+    def _call(self, name: str, *given: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+        """Run a method of all ranks at the same time; return their results that are not None, rank 0's first.
 
-        ``own`` does this rank's part. The others call ``method`` of ``Replica`` with the arguments that
-        ``work`` has for them, or with none.
+        ``name`` is that of a method of ``Rank`` or of its parts (``shards.keep``). Its arguments are
+        ``given`` or, of each rank, ``each``.
         """
+        what, each = name.rpartition(".")[2], each or [given] * self.num_ranks
         self._connections.arrived = {}
         with self._at_work():
             for rank in self._others:
-                self._connections.send(rank, (method, work.get(rank, ())))
-            with self._naming_the_lost(method.__name__):
-                result = own()
-            answers = self._connections.collect("done", method.__name__)
-        traffic, self._ranks.traffic = self._ranks.traffic, Traffic()
+                self._connections.send(rank, (name, each[rank]))
+            with self._naming_the_lost(what):
+                own = attrgetter(name)(self._rank)(*each[0])
+            answers = self._connections.collect("done", what)
+        ranks = self._rank.ranks
+        traffic, ranks.traffic = ranks.traffic, Traffic()
         self._metrics["ranks/communication_s"] += traffic.seconds
         for sent in [traffic, *(sent for _, sent in answers.values())]:
             self._metrics["ranks/sent_mb"] += sent.num_bytes / 2**20
-        return result, [found for _, (found, _) in sorted(answers.items()) if found is not None]
+        found = [own, *(result for _, (result, _) in sorted(answers.items()))]
+        return [result for result in found if result is not None]
 
     @contextlib.contextmanager
     def _naming_the_lost(self, what: str) -> Iterator[None]:
@@ -267,22 +248,18 @@ class RankGroup(TrainingBackend):
         self._number_in_step = self._number_in_step + 1 if version == self._version else 0
         self._version = version
 
-        def seed(rank: int) -> int:
+        def seed(rank: int) -> int | None:
             """Return the seed of the adapters' dropout; ranks that share a layer have the same."""
+            if not rank and self._tensor == 1:
+                return None
             place = (rank // self._tensor, version, self._number_in_step)
             return derive_seed(self._config.seed, "learner rank", *place)
 
-        def own_step() -> UpdateResult:
-            if self._tensor == 1:
-                return self._own.step(parts[0], factor, compared)
-            # the trainer's own random state stays as it is
-            with torch.random.fork_rng(devices=None if self._ranks.device.type == "cuda" else []):
-                torch.manual_seed(seed(0))
-                return self._own.step(parts[0], factor, compared)
-
         began = time.monotonic()
-        work = {r: (parts[r // self._peers], factor, compared, coefficients, seed(r)) for r in self._others}
-        own, others = self._call(Replica.step, work, own_step)
+        work = [
+            (parts[r // self._peers], factor, compared, coefficients, seed(r)) for r in range(self.num_ranks)
+        ]
+        results: list[UpdateResult] = self._call("step", each=work)
         arrived = self._connections.arrived
         last = max(arrived, key=lambda rank: arrived[rank])
         for rank, at in sorted(arrived.items()):
@@ -290,9 +267,9 @@ class RankGroup(TrainingBackend):
             self._metrics[f"ranks/{rank}/busy_s"] += at - began
             self._metrics[f"ranks/{rank}/waits_s"] += arrived[last] - at
         self._spans.append((f"wait/rank{last}", (min(arrived.values()), arrived[last])))
-        self._spans.append(("gradient_sum", (arrived[last], self._ranks.summed_at)))
-        merged = UpdateResult(loss=0.0, norms=own.norms, means=TokenMeans())
-        for one in [own, *others]:
+        self._spans.append(("gradient_sum", (arrived[last], self._rank.ranks.summed_at)))
+        merged = UpdateResult(loss=0.0, norms=results[0].norms, means=TokenMeans())
+        for one in results:
             merged.loss += one.loss
             merged.means.merge(one.means)
             for name, sketch in one.sketches.items():
@@ -307,16 +284,12 @@ class RankGroup(TrainingBackend):
         self._synchronise()
         shares = self._deal(samples)
         parts = [[samples[i] for i in share] for share in shares]
-        work = {r: (task, parts[r // self._peers], want_values, want_ref) for r in self._others}
-        wants = {"want_values": want_values, "want_ref": want_ref}
-        own, others = self._call(
-            Replica.step_start_outputs, work, lambda: self._own.step_start_outputs(task, parts[0], **wants)
-        )
-        return StepStartOutputs.merge(shares, [own, *others])
+        work = [(task, parts[r // self._peers], want_values, want_ref) for r in range(self.num_ranks)]
+        return StepStartOutputs.merge(shares, self._call("step_start_outputs", each=work))
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
         """Return an engine that samples on all ranks; ``engine`` if its weights are its own or cut."""
-        can_spread = engine.shares_weights and self._own is self._main
+        can_spread = engine.shares_weights and self._rank.own is self._main
         return SpreadEngine(engine, self.sample) if can_spread else engine
 
     def sample(self, requests: Sequence[GenerationRequest], own: _OwnStream) -> Iterator[list[Ended]]:
@@ -344,7 +317,7 @@ class RankGroup(TrainingBackend):
             try:
                 for rank in self._others:
                     if indices[rank]:
-                        connections.send(rank, (Replica.sample, ([requests[i] for i in indices[rank]],)))
+                        connections.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
                         busy.add(rank)
                 for ended in own([requests[i] for i in indices[0]]):
                     yield [(indices[0][i], j, generation) for i, j, generation in ended]
@@ -358,7 +331,7 @@ class RankGroup(TrainingBackend):
     def ema_update(self) -> None:
         """See ``TrainingBackend``."""
         if self.runner.average is not None:
-            self._call(Replica.ema_update, {}, self._main.ema_update)
+            self._call("own.ema_update")
             self._remember()
 
     @torch.no_grad()
@@ -376,13 +349,8 @@ class RankGroup(TrainingBackend):
         model = self.runner.actor.model
         found = {name: model.get_buffer(name) for name in names if name not in self._numbers}
         numbers = {name: self._numbers[name] for name in names if name in self._numbers}
-
-        def gather() -> None:
-            for name, number in numbers.items():
-                found[name] = self._shards.gather(number)
-
-        self._call(Replica.gather, dict.fromkeys(self._others, ([*numbers.values()],)), gather)
-        return found
+        (wholes,) = self._call("gather", [*numbers.values()])
+        return found | dict(zip(numbers, wholes, strict=True))
 
     def stream(self, without: Collection[str] = ()) -> WeightStream:
         """See ``WeightParts``."""
@@ -400,25 +368,27 @@ class RankGroup(TrainingBackend):
 
     def keep(self) -> Callable[[], None]:
         """See ``WeightParts``."""
-        self._call(Replica.keep, {}, self._shards.keep)
-        return lambda: self._call(Replica.restore, {}, self._shards.restore)[0]
+        self._call("shards.keep")
+
+        def restore() -> None:
+            self._call("shards.restore")
+
+        return restore
 
     def _fill_parts(self, numbers: Sequence[int], wholes: Sequence[torch.Tensor]) -> None:
-        work = dict.fromkeys(self._others, (numbers,))
-        self._call(Replica.fill_parts, work, lambda: self._shards.fill(numbers, wholes))
+        self._call("shards.fill", each=[(numbers, wholes), *[(numbers,)] * len(self._others)])
 
     def score_texts(
         self, samples: Sequence[TrainSample], *, with_kl: bool, task: str = ""
     ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
         """See ``ModelRunner``; ranks with parts of the models compute all samples together, others idle."""
-        if self._own is self._main:
+        if self._rank.own is self._main:
             alone = copy.copy(self.runner)
             alone.passes = Passes()
             return alone.score_texts(samples, with_kl=with_kl, task=task)
         self._synchronise()
-        work, own = dict.fromkeys(self._others, (samples, with_kl, task)), self._own.runner.score_texts
         found: tuple[list[torch.Tensor], list[torch.Tensor] | None]
-        found, _ = self._call(Replica.score_texts, work, lambda: own(samples, with_kl=with_kl, task=task))
+        (found,) = self._call("score_texts", samples, with_kl, task)
         return found
 
     def report(self) -> tuple[dict[str, float], list[tuple[str, Span]]]:
@@ -437,21 +407,13 @@ class RankGroup(TrainingBackend):
         """See ``TrainingBackend``."""
         self._synchronise()
         numbers = {id(p): number for number, p in enumerate(self._wholes)}
-        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.num_ranks)]
-        for parameter, key, value in fitting_state(tensors, parameters):
-            if id(parameter) in numbers:
-                name = f"{numbers[id(parameter)]}|{key}"
-                for rank, part in self._state.deal(name, value):
-                    parts[rank][name] = part
-
-        def load() -> None:
-            for rank in self._others:
-                for value in parts[rank].values():
-                    self._ranks.send(value, rank)
-            self._own.optimizer.load_tensors(parts[0], self._state.numbered)
-
-        work = {rank: ({name: t.to("meta") for name, t in parts[rank].items()},) for rank in self._others}
-        self._call(Replica.load_optimizer, work, load)
+        whole = {
+            f"{numbers[id(parameter)]}|{key}": value
+            for parameter, key, value in fitting_state(tensors, parameters)
+            if id(parameter) in numbers
+        }
+        described = {name: value.to("meta") for name, value in whole.items()}
+        self._call("load_optimizer", each=[(whole,), *[(described,)] * len(self._others)])
 
     def _synchronise(self) -> None:
         """Send the tensors that changed here since the last call."""
@@ -459,9 +421,7 @@ class RankGroup(TrainingBackend):
         whole = [i for i in changed if i not in self._places]
         cut = [i for i in changed if i in self._places]
         if whole:
-            tensors = [self._tensors[i] for i in whole]
-            work = dict.fromkeys(self._others, (whole,))
-            self._call(Replica.fill, work, lambda: self._ranks.broadcast(tensors))
+            self._call("fill", whole)
         if cut:
             self._fill_parts([self._places[i] for i in cut], [self._tensors[i] for i in cut])
         self._remember()
@@ -469,26 +429,18 @@ class RankGroup(TrainingBackend):
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """See ``TrainingBackend``."""
         self._synchronise()
-        own = self._own.optimizer.tensors(self._state.names)
-        parts = {name: [value.cpu()] for name, value in own.items()}
-        _, described = self._call(Replica.describe_optimizer, {}, lambda: None)
-
-        def receive() -> None:
-            for rank, part in enumerate(described, start=1):
-                for name, like in part.items():
-                    parts.setdefault(name, []).append(self._ranks.receive(like, rank))
-
-        self._call(Replica.send_optimizer, {}, receive)
+        described = self._call("describe_optimizer")
+        (found,) = self._call("gather_optimizer", each=[(described,), *[()] * len(self._others)])
         kept = {}
-        for name, found in parts.items():
+        for name, value in found.items():
             number, _, key = name.partition("|")
-            kept[f"{names[id(self._wholes[int(number)])]}|{key}"] = self._state.join(name, found)
+            kept[f"{names[id(self._wholes[int(number)])]}|{key}"] = value
         return kept
 
     @property
     def optimizer_bytes(self) -> int:
         """See ``TrainingBackend``."""
-        return self._own.optimizer.state_bytes
+        return self._rank.own.optimizer.state_bytes
 
     def _remember(self) -> None:
         self._known = [t._version for t in self._tensors]

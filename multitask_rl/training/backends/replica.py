@@ -1,6 +1,6 @@
-"""A learner rank other than the trainer's: holds copies of the models and carries out rank 0's calls.
+"""What each learner rank does, and the process of a rank other than the trainer's.
 
-Its process ends when the connection to rank 0 does.
+That process carries out rank 0's calls and ends when the connection to rank 0 does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from transformers.utils import output_capturing
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
-from multitask_rl.models.actor import compile_blocks
+from multitask_rl.models.actor import Actor, compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
@@ -34,9 +35,10 @@ from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weight
 from multitask_rl.training.backends.context import ContextPasses, check_model
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
-from multitask_rl.training.backends.sharded import ShardedPasses, Shards, probe, shard_learner
+from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards, probe, shard_model
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
+from multitask_rl.training.forward import assume_split
 from multitask_rl.training.runner import ModelRunner
 
 
@@ -44,9 +46,8 @@ from multitask_rl.training.runner import ModelRunner
 class Setup:
     """The first message to a rank: its place among the ranks, its devices and the models to hold."""
 
-    context: int
-    tensor: int
-    parts: int
+    sizes: tuple[int, int, int, int]
+    """``size``, ``context``, ``tensor`` and ``parts`` of ``Ranks``."""
     host: str
     port: int
     devices: Sequence[tuple[str, str]]
@@ -82,8 +83,8 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
         try:
             replica = Replica(rank, channel.receive(), channel, address)
             while True:
-                method, arguments = channel.receive()
-                result = method(replica, *arguments)
+                name, arguments = channel.receive()
+                result = attrgetter(name)(replica)(*arguments)
                 traffic, replica.ranks.traffic = replica.ranks.traffic, Traffic()
                 channel.send(("done", (result, traffic)))
         except (EOFError, ConnectionError):
@@ -108,122 +109,83 @@ def register_outputs(model: nn.Module) -> None:
             registry.setdefault(str(type(module)), module._can_record_outputs)
 
 
-class Replica:
-    """The models of this rank and the methods that rank 0 calls."""
+class Rank:
+    """A learner rank. Rank 0 calls a method of all ranks, its own included, at the same time.
 
-    def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
-        torch.set_num_threads(setup.num_threads)
-        self._channel = channel
-        self._engine: RolloutEngine | None = None
+    Args:
+        own: computes this rank's part.
+        ranks: the collectives of this rank.
+        tensors: those of the models, in the same order in every rank.
+        config: the run.
+    """
+
+    shards: Shards
+    """Of sharded models only."""
+
+    def __init__(self, own: InProcess, ranks: Ranks, tensors: list[torch.Tensor], config: RunConfig) -> None:
+        self.own, self.ranks, self._tensors, self._config = own, ranks, tensors, config
+        self.state = SharedState(ranks, *own.optimizer.parameters)
+        own.optimizer.share_out(self.state)
+        if ranks.context > 1:
+            own.runner.passes = ContextPasses(ranks)
         self._has_new_weights = False
-        main, own = setup.devices[0], setup.devices[rank]
-        places = {main[1]: own[1], main[0]: own[0]}
-        thawed, self._tensors = thaw(setup.frozen, places)
-        actor, critic, reference, average, teachers, tasks, config = thawed
-        for model in (actor.model, reference, critic.trunk, *teachers.values()):
-            if model is not None:
-                register_outputs(model)
-        self._config: RunConfig = config
-        critic.device = torch.device(places[str(critic.device)])
-        channel.send(("thawed", None))
-        sizes = (len(setup.devices), setup.context, setup.tensor, setup.parts)
-        store = join_store(setup.host, setup.port)
-        self.ranks = Ranks(rank, *sizes, address=address, store=store, device=torch.device(own[0]))
-        self.ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
-        if config.model.compile:
-            compile_blocks(actor.model)
-        passes = ContextPasses(self.ranks) if setup.context > 1 else None
-        given = {"teachers": teachers, "passes": passes, "is_whole": False}
-        runner = ModelRunner(actor, critic, config, reference, **given)
-        runner.average = average
-        self._own = InProcess(runner, tasks, config)
-        self._state = SharedState(self.ranks, *self._own.optimizer.parameters)
-        self._shards: Shards
-        """Of sharded models only."""
-        self._own.optimizer.share_out(self._state)
+        """Since the engine last read them."""
 
     def fill(self, numbers: Sequence[int]) -> None:
         """Receive the tensors ``numbers`` from rank 0."""
         self.ranks.broadcast([self._tensors[i] for i in numbers])
         self._has_new_weights = True
 
-    def shard(self, places: Mapping[int, int], gone: Sequence[int], traits: tuple[bool, bool]) -> None:
-        """Replace actor (tensors ``places``) and reference (tensors ``gone``) by this rank's parts."""
-        for number in (*places, *gone):
+    def shard(
+        self,
+        gone: Sequence[int],
+        shares_prompts: bool,
+        can_split_head: bool,
+        actor: Actor | None = None,
+        expected: torch.Tensor | None = None,
+    ) -> None:
+        """Cut the actor and the reference in place to this rank's parts, and try a pass.
+
+        Args:
+            gone: numbers of their tensors.
+            shares_prompts: result of ``supports_shared_prompts``, which needs the whole model.
+            can_split_head: whether ``split_head`` splits the whole model.
+            actor: rank 0 cuts this one, with the same weights as its own.
+            expected: rank 0's outputs of ``probe`` with whole models.
+        """
+        for number in gone:
             self._tensors[number] = torch.empty(0)
-        whole = self._own.runner
-        parts = (whole.actor, whole.critic, whole.reference, self._own.tasks, self._config, self.ranks)
-        self._own, self._state = shard_learner(*parts, *traits)
-        self._shards = self._state.shards
+        whole, ranks = self.own.runner, self.ranks
+        actor = actor or whole.actor
+        spec = shard_model(actor.model, ranks)
+        assume_split(actor.model, can_split_head)
+        if whole.reference is not None:
+            shard_model(whole.reference, ranks)
+            assume_split(whole.reference, can_split_head)
+        options: Any = {"passes": ShardedPasses(ranks), "shares_prompts": shares_prompts, "is_whole": False}
+        runner = ModelRunner(actor, whole.critic, self._config, whole.reference, **options)
+        self.shards = shards = Shards(actor.model, ranks, spec)
+        trained = [p for p in shards.local if p.requires_grad and p.numel()]
+        self.own = InProcess(runner, self.own.tasks, self._config, trained)
+        self.state = ShardedState(ranks, shards, list(whole.critic.parameters()))
+        self.own.optimizer.share_out(self.state)
+        probe(actor.model, runner.passes, expected)
 
-    def fill_parts(self, numbers: Sequence[int]) -> None:
-        """Receive this rank's part of the parameters ``numbers``."""
-        self._shards.fill(numbers)
-
-    def gather(self, numbers: Sequence[int]) -> None:
-        """Take part in gathering the whole parameters ``numbers`` for rank 0."""
-        for number in numbers:
-            self._shards.gather(number)
-
-    def keep(self) -> None:
-        """Note the present parts (``Shards.keep``)."""
-        self._shards.keep()
-
-    def restore(self) -> None:
-        """Set the parts to those noted."""
-        self._shards.restore()
-
-    def score_texts(self, samples: Sequence[TrainSample], with_kl: bool, task: str) -> None:
-        """Take part in the passes of ``ModelRunner.score_texts``."""
-        self._own.runner.score_texts(samples, with_kl=with_kl, task=task)
-
-    def probe(self) -> None:
-        """Compute this rank's part of the trial pass that rank 0 makes (``sharded.probe``)."""
-        probe(self._own.runner.actor.model, ShardedPasses(self.ranks))
-
-    def load_optimizer(self, described: Mapping[str, torch.Tensor]) -> None:
-        """Receive this rank's part of the optimizer's state, as ``described`` on torch's device ``meta``."""
-        tensors = {name: self.ranks.receive(like, 0) for name, like in described.items()}
-        self._own.optimizer.load_tensors(tensors, self._state.numbered)
-
-    def describe_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of ``send_optimizer`` on torch's device ``meta``: without contents."""
-        return {name: t.to("meta") for name, t in self._optimizer_tensors().items()}
-
-    def send_optimizer(self) -> None:
-        """Send this rank's part of the optimizer's state to rank 0."""
-        for tensor in self._optimizer_tensors().values():
-            self.ranks.send(tensor, 0)
-
-    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        found = self._own.optimizer.tensors(self._state.names)
-        return {name: tensor for name, tensor in found.items() if self._state.is_first(name)}
+    def gather(self, numbers: Sequence[int]) -> list[torch.Tensor] | None:
+        """Return the whole sharded parameters ``numbers`` at rank 0, None elsewhere."""
+        found = [self.shards.gather(number) for number in numbers]
+        return None if self.ranks.rank else found
 
     def check(self) -> None:
-        """Compute this rank's part of the trial of context parallelism (``context.check_model``)."""
-        check_model(self.ranks, self._own.runner.actor.model)
+        """Try context parallelism (``context.check_model``)."""
+        check_model(self.ranks, self.own.runner.actor.model)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool
     ) -> StepStartOutputs | None:
         """Return the outputs of this rank's samples; only the first of the peers returns them."""
-        found = self._own.step_start_outputs(task, samples, want_values=want_values, want_ref=want_ref)
+        found = self.own.step_start_outputs(task, samples, want_values=want_values, want_ref=want_ref)
         return None if self.ranks.peer_index else found
-
-    def sample(self, requests: Sequence[GenerationRequest]) -> None:
-        """Sample ``requests``; send each sample when it ends."""
-        if self._engine is None:
-            name = self._config.rollout.engine
-            kind = load_plugin(ROLLOUT_ENGINES, name, expects=RolloutEngine)
-            directory = Path(self._config.output_dir) / f"rank{self.ranks.rank}"
-            actor, seed = self._own.runner.actor, self._config.seed
-            self._engine = build_engine(kind, actor, self._config.rollout, seed=seed, output_dir=directory)
-            self._has_new_weights = False
-        if self._has_new_weights:  # they are in the actor's tensors; the engine may hold a copy
-            self._engine.update_weights({}, self._own.runner.actor.policy_version)
-            self._has_new_weights = False
-        for ended in self._engine.generate_stream(requests):
-            self._channel.send(("ended", ended))
 
     def step(
         self,
@@ -231,16 +193,100 @@ class Replica:
         factor: float,
         compared: Sequence[str],
         coefficients: Mapping[str, float],
-        seed: int,
+        seed: int | None,
     ) -> UpdateResult | None:
-        """Make an optimizer step with the other ranks; only the first of the peers returns the result."""
-        torch.manual_seed(seed)  # of the adapters' dropout: a resumed run repeats it
+        """Make an optimizer step with the other ranks; only the first of the peers returns the result.
+
+        ``seed`` is of the adapters' dropout: a resumed run repeats it. None: as the random state is.
+        """
         for name, coefficient in coefficients.items():
-            self._own.tasks[name].kl_coefficient = coefficient
-        result = self._own.step(active, factor, compared)
+            self.own.tasks[name].kl_coefficient = coefficient
+        is_trainer = not self.ranks.rank and seed is not None  # its own random state stays as it is
+        devices = None if self.ranks.device.type == "cuda" else []
+        with torch.random.fork_rng(devices, enabled=is_trainer):
+            if seed is not None:
+                torch.manual_seed(seed)
+            result = self.own.step(active, factor, compared)
         self._has_new_weights = True
         return None if self.ranks.peer_index else result
 
-    def ema_update(self) -> None:
-        """Move the reference towards the actor."""
-        self._own.ema_update()
+    def score_texts(self, samples: Sequence[TrainSample], with_kl: bool, task: str) -> Any:
+        """Return ``ModelRunner.score_texts`` at rank 0, None elsewhere; all ranks compute all samples."""
+        found = self.own.runner.score_texts(samples, with_kl=with_kl, task=task)
+        return None if self.ranks.rank else found
+
+    def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep this rank's part of the optimizer's state, ``<number>|<key>`` -> whole tensor.
+
+        Only rank 0 has the contents; elsewhere ``tensors`` are on torch's device ``meta``.
+        """
+        parts = {}
+        for name, given in tensors.items():
+            whole = torch.empty_like(given, device=self.ranks.device) if given.is_meta else given
+            self.ranks.broadcast([whole])
+            part = self.state.part(name, whole)
+            if part is not None:
+                parts[name] = part.to("cpu", copy=True)  # a view would keep the whole tensor
+        self.own.optimizer.load_tensors(parts, self.state.numbered)
+
+    def describe_optimizer(self) -> dict[str, torch.Tensor]:
+        """Return what this rank gives to ``gather_optimizer``, on torch's device ``meta``."""
+        return {name: t.to("meta") for name, t in self._optimizer_tensors().items()}
+
+    def gather_optimizer(
+        self, described: Sequence[Mapping[str, torch.Tensor]] = ()
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the whole state at rank 0, which gives ``described`` of all ranks; None elsewhere."""
+        own = self._optimizer_tensors()
+        if self.ranks.rank:
+            for tensor in own.values():
+                self.ranks.send(tensor, 0)
+            return None
+        parts = {name: [value.cpu()] for name, value in own.items()}
+        for rank, part in enumerate(described[1:], start=1):
+            for name, like in part.items():
+                parts.setdefault(name, []).append(self.ranks.receive(like, rank))
+        return {name: self.state.join(name, found) for name, found in parts.items()}
+
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        found = self.own.optimizer.tensors(self.state.names)
+        return {name: tensor for name, tensor in found.items() if self.state.is_first(name)}
+
+
+class Replica(Rank):
+    """A rank other than the trainer's."""
+
+    def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
+        torch.set_num_threads(setup.num_threads)
+        self._channel = channel
+        self._engine: RolloutEngine | None = None
+        main, own = setup.devices[0], setup.devices[rank]
+        places = {main[1]: own[1], main[0]: own[0]}
+        thawed, tensors = thaw(setup.frozen, places)
+        actor, critic, reference, average, teachers, tasks, config = thawed
+        for model in (actor.model, reference, critic.trunk, *teachers.values()):
+            if model is not None:
+                register_outputs(model)
+        critic.device = torch.device(places[str(critic.device)])
+        channel.send(("thawed", None))
+        store = join_store(setup.host, setup.port)
+        ranks = Ranks(rank, *setup.sizes, address=address, store=store, device=torch.device(own[0]))
+        ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
+        if config.model.compile:
+            compile_blocks(actor.model)
+        runner = ModelRunner(actor, critic, config, reference, teachers=teachers, is_whole=False)
+        runner.average = average
+        super().__init__(InProcess(runner, tasks, config), ranks, tensors, config)
+
+    def sample(self, requests: Sequence[GenerationRequest]) -> None:
+        """Sample ``requests``; send each sample when it ends."""
+        actor, config = self.own.runner.actor, self._config
+        if self._engine is None:
+            kind = load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine)
+            directory = Path(config.output_dir) / f"rank{self.ranks.rank}"
+            self._engine = build_engine(kind, actor, config.rollout, seed=config.seed, output_dir=directory)
+        elif self._has_new_weights:  # they are in the actor's tensors; the engine may hold a copy
+            self._engine.update_weights({}, actor.policy_version)
+        self._has_new_weights = False
+        for ended in self._engine.generate_stream(requests):
+            self._channel.send(("ended", ended))

@@ -8,31 +8,24 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, evaluating
+from multitask_rl.models.actor import evaluating
 from multitask_rl.records import SamplingParams
-from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.tensor import ShardSpec, check_layers, cut_layers
-from multitask_rl.training.credit import LearnerTask
-from multitask_rl.training.critic import Critic
-from multitask_rl.training.forward import TokenOutputs, assume_split
+from multitask_rl.training.forward import TokenOutputs
 from multitask_rl.training.microbatch import MicroBatch, make_microbatch
 from multitask_rl.training.runner import ModelRunner, Passes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def blocks(model: Any) -> list[nn.Module]:
@@ -150,15 +143,13 @@ class Shards:
         """Whether tensor parallelism cuts the parameter, so that the peers have different parts of it."""
         return self._dims[number] is not None
 
-    def cut(self, number: int, whole: Tensor) -> list[Tensor]:
-        """Return the parts of ``whole`` (of the parameter's shape) by rank; the last ones may be empty."""
-        ranks = self._ranks
-        dim = self._dims[number]
-        columns = [whole] * ranks.tensor if dim is None else whole.chunk(ranks.tensor, dim)
-        num_rows = ranks.copy_size // ranks.tensor
-        parts = [list(column.chunk(num_rows)) for column in columns]
-        copy = [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
-        return copy * (ranks.size // ranks.copy_size)
+    def cut(self, number: int, whole: Tensor) -> Tensor:
+        """Return this rank's part of ``whole`` (of the parameter's shape); it may be empty."""
+        ranks, dim = self._ranks, self._dims[number]
+        column = whole if dim is None else whole.chunk(ranks.tensor, dim)[ranks.peer_index]
+        rows = column.chunk(ranks.copy_size // ranks.tensor)
+        row = ranks.rank % ranks.copy_size // ranks.tensor
+        return rows[row] if row < len(rows) else column[:0]
 
     def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """Return the whole parameter ``number`` from its non-empty ``parts``, in the order of the ranks."""
@@ -182,7 +173,7 @@ class Shards:
             if wholes is not None:
                 whole.copy_(wholes[place])
             self._ranks.broadcast([whole])
-            self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
+            self.local[number].copy_(self.cut(number, whole))
 
     def take_gradients(self) -> None:
         """Complete the gradients that backward passes added to the local parts."""
@@ -269,15 +260,15 @@ class ShardedState(SharedState):
         norm, number = float(total[0].sqrt()), float(total[1])
         return [norm if number else None, super().norms()[1]]
 
-    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
         if number >= len(self._trained):
-            return super().deal(name, value)
+            return super().part(name, whole)
         shard = self._trained[number]
-        parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
-        # a scalar goes whole to every rank with a part of the parameter
-        return [(rank, part if value.dim() else value) for rank, part in enumerate(parts) if part.numel()]
+        part = self.shards.cut(shard, whole.expand(self.shards.shape(shard)))
+        # a scalar is kept whole by every rank with a part of the parameter
+        return (part if whole.dim() else whole) if part.numel() else None
 
     def is_first(self, name: str) -> bool:
         """See ``SharedState``."""
@@ -340,39 +331,3 @@ def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
             "out tensor, or sharded"
         )
     return found
-
-
-def shard_learner(
-    actor: Actor,
-    critic: Critic,
-    reference: PreTrainedModel | None,
-    tasks: Mapping[str, LearnerTask],
-    config: RunConfig,
-    ranks: Ranks,
-    shares_prompts: bool,
-    can_split_head: bool,
-) -> tuple[InProcess, ShardedState]:
-    """Return the backend of this rank's part and its share of the optimizer's state.
-
-    Cuts ``actor`` and ``reference`` in place; value heads stay whole. Every rank calls this at the same time,
-    with the results of trials that need the whole model.
-    """
-    spec = shard_model(actor.model, ranks)
-    assume_split(actor.model, can_split_head)
-    if reference is not None:
-        shard_model(reference, ranks)
-        assume_split(reference, can_split_head)
-    shards = Shards(actor.model, ranks, spec)
-    runner = ModelRunner(
-        actor,
-        critic,
-        config,
-        reference,
-        passes=ShardedPasses(ranks),
-        shares_prompts=shares_prompts,
-        is_whole=False,
-    )
-    own = InProcess(runner, tasks, config, [p for p in shards.local if p.requires_grad and p.numel()])
-    state = ShardedState(ranks, shards, list(critic.parameters()))
-    own.optimizer.share_out(state)
-    return own, state

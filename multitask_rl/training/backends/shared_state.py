@@ -108,9 +108,9 @@ class SharedState(StateSharing):
                     parameter.copy_(part)
         ranks.traffic.seconds += time.monotonic() - began
 
-    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
-        return [(self._owner[self.numbered[name.partition("|")[0]]], value)]
+    def part(self, name: str, whole: Tensor) -> Tensor | None:
+        """Return this rank's part of the state ``<number>|<key>``; None if it keeps none."""
+        return whole if self._owner[self.numbered[name.partition("|")[0]]] == self._ranks.rank else None
 
     def is_first(self, name: str) -> bool:
         """Whether no rank before this one has the same part of the state ``<number>|<key>``."""

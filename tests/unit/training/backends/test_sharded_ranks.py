@@ -183,7 +183,7 @@ def test_a_rank_that_dies_ends_the_call_and_is_named():
             moments(group)
     finally:
         group.backend.close()
-    part = weakref.ref(group.backend._own.runner.actor.model)
+    part = weakref.ref(group.backend._rank.own.runner.actor.model)
     del group
     gc.collect()
     assert part() is None, "torch keeps process groups and meshes, but not the models"
