@@ -156,11 +156,9 @@ class RankGroup(TrainingBackend):
         runner = self.runner
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
-        number = {p.data_ptr(): place for place, p in enumerate(actor.model.parameters())}
-        cut = {p.data_ptr() for p in (reference.parameters() if reference is not None else ())}
-        at = [t.data_ptr() for t in self._tensors]
-        self._places = {i: number[place] for i, place in enumerate(at) if place in number}
-        gone = [i for i, place in enumerate(at) if place in cut]
+        at = {t.data_ptr(): i for i, t in enumerate(self._tensors)}
+        self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
+        gone = [at[p.data_ptr()] for p in (() if reference is None else reference.parameters())]
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
         expected = probe(actor.model, Passes())
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
@@ -170,10 +168,9 @@ class RankGroup(TrainingBackend):
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
         del same
         others = ([*self._places, *gone], *traits)
-        places = {p.data_ptr() for p in whole.values()}
-        gone += [i for i, place in enumerate(at) if place in places]
-        self._places = {i: number for i, number in self._places.items() if at[i] not in places}
         for parameter in whole.values():
+            gone.append(at[parameter.data_ptr()])
+            self._places.pop(gone[-1])
             nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
         self._emptied = whole
@@ -429,8 +426,9 @@ class RankGroup(TrainingBackend):
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """See ``TrainingBackend``."""
         self._synchronise()
-        described = self._call("describe_optimizer")
-        (found,) = self._call("gather_optimizer", each=[(described,), *[()] * len(self._others)])
+        described = list(enumerate(self._call("describe_optimizer")))
+        holders = {name: (rank, like) for rank, own in reversed(described) for name, like in own.items()}
+        (found,) = self._call("gather_optimizer", holders)
         kept = {}
         for name, value in found.items():
             number, _, key = name.partition("|")

@@ -202,7 +202,7 @@ class Rank:
         for name, coefficient in coefficients.items():
             self.own.tasks[name].kl_coefficient = coefficient
         is_trainer = not self.ranks.rank and seed is not None  # its own random state stays as it is
-        devices = None if self.ranks.device.type == "cuda" else []
+        devices: list[int] | None = None if self.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=is_trainer):
             if seed is not None:
                 torch.manual_seed(seed)
@@ -230,27 +230,19 @@ class Rank:
         self.own.optimizer.load_tensors(parts, self.state.numbered)
 
     def describe_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return what this rank gives to ``gather_optimizer``, on torch's device ``meta``."""
-        return {name: t.to("meta") for name, t in self._optimizer_tensors().items()}
+        """Return the optimizer's state in this rank without contents: on torch's device ``meta``."""
+        return {name: t.to("meta") for name, t in self.own.optimizer.tensors(self.state.names).items()}
 
     def gather_optimizer(
-        self, described: Sequence[Mapping[str, torch.Tensor]] = ()
+        self, holders: Mapping[str, tuple[int, torch.Tensor]]
     ) -> dict[str, torch.Tensor] | None:
-        """Return the whole state at rank 0, which gives ``described`` of all ranks; None elsewhere."""
-        own = self._optimizer_tensors()
-        if self.ranks.rank:
-            for tensor in own.values():
-                self.ranks.send(tensor, 0)
-            return None
-        parts = {name: [value.cpu()] for name, value in own.items()}
-        for rank, part in enumerate(described[1:], start=1):
-            for name, like in part.items():
-                parts.setdefault(name, []).append(self.ranks.receive(like, rank))
-        return {name: self.state.join(name, found) for name, found in parts.items()}
+        """Return the whole state at rank 0, None elsewhere.
 
-    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        found = self.own.optimizer.tensors(self.state.names)
-        return {name: tensor for name, tensor in found.items() if self.state.is_first(name)}
+        ``holders``: the first rank with each tensor or a part of it, and the tensor as it is described there.
+        """
+        own = self.own.optimizer.tensors(self.state.names)
+        found = {name: self.state.gather(name, own.get(name), *first) for name, first in holders.items()}
+        return None if self.ranks.rank else found
 
 
 class Replica(Rank):

@@ -151,12 +151,6 @@ class Shards:
         row = ranks.rank % ranks.copy_size // ranks.tensor
         return rows[row] if row < len(rows) else column[:0]
 
-    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter ``number`` from its non-empty ``parts``, in the order of the ranks."""
-        peers, dim = self._ranks.tensor, self._dims[number]
-        columns = [torch.cat(list(parts[index::peers])) for index in range(1 if dim is None else peers)]
-        return columns[0] if dim is None else torch.cat(columns, dim)
-
     def shape(self, number: int) -> list[int]:
         """Return the shape of the whole parameter."""
         shape, dim = list(self._sharded[number].shape), self._dims[number]
@@ -201,9 +195,12 @@ class Shards:
             grad.copy_(part.view(grad.shape))
 
     @torch.no_grad()
-    def gather(self, number: int) -> Tensor:
-        """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this."""
-        ranks, dim, own = self._ranks, self._dims[number], self.local[number]
+    def gather(self, number: int, own: Tensor | None = None) -> Tensor:
+        """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this.
+
+        With ``own``, a part of another tensor that is cut alike, return that tensor.
+        """
+        ranks, dim, own = self._ranks, self._dims[number], self.local[number] if own is None else own
         shape = self._sharded[number].shape
         # the parts of all ranks are of one length but for the last ones
         even = own.new_zeros(-(-shape[0] * ranks.tensor // ranks.copy_size), *shape[1:])
@@ -270,17 +267,15 @@ class ShardedState(SharedState):
         # a scalar is kept whole by every rank with a part of the parameter
         return (part if whole.dim() else whole) if part.numel() else None
 
-    def is_first(self, name: str) -> bool:
-        """See ``SharedState``."""
-        is_part = int(name.partition("|")[0]) < len(self._trained)
-        return not is_part or self._ranks.rank < self._ranks.copy_size
-
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def gather(self, name: str, own: Tensor | None, holder: int, like: Tensor) -> Tensor:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
-        if number >= len(self._trained) or not parts[0].dim():
-            return parts[0]
-        return self.shards.join(self._trained[number], parts)
+        # rank 0 has a part of every sharded parameter, and so its scalars
+        if number >= len(self._trained) or not like.dim():
+            return super().gather(name, own, holder, like)
+        shard = self._trained[number]
+        part = torch.empty_like(self.shards.local[shard], dtype=like.dtype) if own is None else own
+        return self.shards.gather(shard, part).cpu()
 
 
 def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:

@@ -112,13 +112,16 @@ class SharedState(StateSharing):
         """Return this rank's part of the state ``<number>|<key>``; None if it keeps none."""
         return whole if self._owner[self.numbered[name.partition("|")[0]]] == self._ranks.rank else None
 
-    def is_first(self, name: str) -> bool:
-        """Whether no rank before this one has the same part of the state ``<number>|<key>``."""
-        return True
+    def gather(self, name: str, own: Tensor | None, holder: int, like: Tensor) -> Tensor:
+        """Return the state ``<number>|<key>`` on the CPU at rank 0, nothing of use elsewhere.
 
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
-        return parts[0]
+        ``own``: the part of this rank, if any; ``like``: that of the first rank that has one, ``holder``.
+        """
+        if own is None:
+            return like if self._ranks.rank else self._ranks.receive(like, holder)
+        if holder == self._ranks.rank != 0:
+            self._ranks.send(own, 0)
+        return own.cpu()
 
     def _buckets(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
         """Yield owner and parameters that move, of one type and bounded size together."""

@@ -8,7 +8,6 @@ Source: Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.integrations.tensor_parallel import replace_layer_number_by_wildcard
 
 from multitask_rl.attention.interface import exchange
 from multitask_rl.errors import ConfigError
@@ -48,17 +48,8 @@ def plan_layers(model: Any) -> dict[str, str]:
     """
     base = _base(model)
     plan: Mapping[str, str] = getattr(base, "_tp_plan", None) or {}
-    patterns = [
-        (re.compile(re.escape(key).replace(r"\*", r"\d+")), style)
-        for key, style in plan.items()
-        if ".layers." in f".{key}"
-    ]
-    styles = {
-        name: style
-        for name, _ in base.named_modules()
-        for pattern, style in patterns
-        if pattern.fullmatch(name)
-    }
+    names = ((name, replace_layer_number_by_wildcard(name)) for name, _ in base.named_modules())
+    styles = {name: plan[key] for name, key in names if key in plan and ".layers." in f".{key}"}
     problem = "" if styles else "transformers has no plan for cutting its layers"
     for name, style in styles.items():
         module = base.get_submodule(name)
