@@ -166,11 +166,9 @@ class Ranks:
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Copy ``tensors`` of rank ``root`` to every rank, in place."""
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
         for tensor in tensors:
             sent = tensor.detach().to(self.device).contiguous()
-            self._all.broadcast([sent], options).wait()
+            self._all.broadcast(sent, root).wait()
             if self.rank != root and sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent)
 
@@ -182,17 +180,13 @@ class Ranks:
         if at is None:
             self._all.allreduce([tensor]).wait()
             return
-        options = c10d.ReduceOptions()
-        options.rootRank = at
-        self._all.reduce([tensor], options).wait()
+        self._all.reduce(tensor, at).wait()
         self.traffic.num_bytes += tensor.numel() * tensor.element_size()
 
     def most(self, number: int) -> int:
         """Return the largest ``number`` of any rank."""
         found = torch.tensor([number], device=self.device)
-        options: Any = c10d.AllreduceOptions()
-        options.reduceOp = c10d.ReduceOp.MAX
-        self._all.allreduce([found], options).wait()
+        self._all.allreduce(found, c10d.ReduceOp.MAX).wait()
         return int(found)
 
     def send(self, tensor: Tensor, rank: int) -> None:

@@ -241,18 +241,14 @@ class ShardedState(SharedState):
     def norms(self) -> list[float | None]:
         """See ``StateSharing``."""
         total = torch.zeros(2, dtype=torch.float64, device=self._ranks.device)
-        # every peer holds the gradients that tensor parallelism does not cut
-        copies = self._ranks.size // self._ranks.copy_size
-        for is_cut, share in ((True, 1.0 / copies), (False, 1.0 / copies / self._ranks.tensor)):
-            found = [
-                grad
-                for number in self._trained
-                if (grad := self.shards.local[number].grad) is not None
-                and self.shards.is_cut(number) == is_cut
-            ]
-            if found:
-                total[0] += share * nn.utils.get_total_norm(found, foreach=True).double() ** 2
-                total[1] = 1.0
+        grads = {n: grad for n in self._trained if (grad := self.shards.local[n].grad) is not None}
+        if grads:
+            copies, peers = self._ranks.size // self._ranks.copy_size, self._ranks.tensor
+            # every peer holds the gradients that tensor parallelism does not cut
+            holders = [copies * (1 if self.shards.is_cut(number) else peers) for number in grads]
+            squares = torch.stack(torch._foreach_norm([*grads.values()])).double() ** 2
+            total[0] = (squares / torch.tensor(holders, device=total.device)).sum()
+            total[1] = 1.0
         self._ranks.sum(total)
         norm, number = float(total[0].sqrt()), float(total[1])
         return [norm if number else None, super().norms()[1]]

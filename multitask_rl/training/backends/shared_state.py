@@ -117,11 +117,11 @@ class SharedState(StateSharing):
 
         ``own``: the part of this rank, if any; ``like``: that of the first rank that has one, ``holder``.
         """
-        if own is None:
-            return like if self._ranks.rank else self._ranks.receive(like, holder)
-        if holder == self._ranks.rank != 0:
+        if not self._ranks.rank:
+            return self._ranks.receive(like, holder) if own is None else own.cpu()
+        if own is not None and holder == self._ranks.rank:
             self._ranks.send(own, 0)
-        return own.cpu()
+        return like
 
     def _buckets(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
         """Yield owner and parameters that move, of one type and bounded size together."""
