@@ -101,7 +101,7 @@ class Shards:
     """
 
     def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
-        self._model, self._ranks, self._spec = model, ranks, spec or ShardSpec()
+        self._ranks, self._spec = ranks, spec or ShardSpec()
         named = dict(model.named_parameters())
         self.names = list(named)
         """Of the parameters, tied ones once."""
