@@ -55,6 +55,8 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
 class Passes:
     """How micro-batches go through the models: whole, in this process. Learner ranks override methods."""
 
+    settings = ""
+    """What asks for these passes, for errors."""
     layout = ""
     """The only possible layout of micro-batches; empty = any."""
     in_step = False

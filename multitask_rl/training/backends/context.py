@@ -21,10 +21,9 @@ from multitask_rl.attention.context import CONTEXT, pieces_of
 from multitask_rl.attention.interface import exchange, has_windows, use_attention
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.sampling import TokenMask
-from multitask_rl.records import SamplingParams
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.forward import TokenOutputs, forward_tokens, split_head
-from multitask_rl.training.microbatch import MicroBatch, make_microbatch
+from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.runner import Passes
 
 
@@ -76,6 +75,7 @@ def cut_sequences(batch: MicroBatch, index: int, number: int) -> Part:
 class ContextPasses(Passes):
     """Passes over parts of sequences; every rank of a context group makes the same calls."""
 
+    settings = "batch.context_ranks"
     layout = "bucketed"
 
     def __init__(self, ranks: Ranks) -> None:
@@ -107,37 +107,10 @@ class ContextPasses(Passes):
         return TokenOutputs(**parts)
 
 
-@torch.no_grad()
-def check_model(ranks: Ranks, model: Any) -> None:
-    """Compare ``model`` in parts and whole on a few tokens; every rank of the group calls this.
-
-    Raises:
-        ConfigError: they differ: windows, another state than keys and values (Mamba), capped scores, or
-            attention that does not go through the interface of ``transformers``.
-    """
-    passes, size = ContextPasses(ranks), int(model.config.get_text_config().vocab_size)
-    problem = "it attends through windows" if has_windows(model) else ""
-    prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
-    responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
-    # two ragged samples; one sample with a single token, so that some rank has none
-    for numbers, answers in (([0, 1], responses), ([0], [responses[0][:1]])):
-        if problem:
-            break
-        batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=0)
-        batch = batch.to(next(model.parameters()).device)
-        sampling = [SamplingParams()] * len(numbers)
-        try:
-            with passes.attention([model]):
-                found = passes.forward(model, batch, sampling)
-            whole = forward_tokens(model, batch, sampling)
-        except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
-            problem = str(error)
-        else:
-            gap = float((found.logprobs - whole.logprobs).abs().max())
-            limit = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-            problem = "" if gap <= limit else f"log-probabilities move by {gap:.2g}"
-    if problem:
+def check_windows(model: Any) -> None:
+    """Raise a ConfigError if layers of ``model`` attend through windows: parts of a sequence have none."""
+    if has_windows(model):
         raise ConfigError(
-            f"batch.context_ranks={ranks.context}: {type(model).__name__} cannot be computed in parts of a "
-            f"sequence: {problem}; set batch.context_ranks=1"
+            f"{ContextPasses.settings}: {type(model).__name__} cannot be computed in parts: it attends "
+            "through windows; set batch.context_ranks=1"
         )

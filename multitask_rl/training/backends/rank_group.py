@@ -34,6 +34,7 @@ from multitask_rl.training.backend import (
     UpdateResult,
     Weighted,
 )
+from multitask_rl.training.backends.context import check_windows
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
@@ -92,6 +93,8 @@ class RankGroup(TrainingBackend):
             check_shardable(runner, tensor)
         else:
             parts = 0
+        if context > 1:
+            check_windows(runner.actor.model)
         sizes = (self.num_ranks, context, tensor, parts)
         models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
@@ -143,10 +146,11 @@ class RankGroup(TrainingBackend):
             self._rank = Rank(main, ranks, self._tensors, config)
             self._wholes = self._rank.state.parameters
             self._synchronise()
-            if sharded:
-                self._shard()
-            if context > 1:
-                self._call("check")
+            if sharded or context > 1:
+                expected = probe(runner.actor.model, Passes())
+                if sharded:
+                    self._shard()
+                self._call("probe", each=[(expected,), *[()] * len(self._others)])
         except BaseException:
             self.close()
             raise
@@ -160,7 +164,6 @@ class RankGroup(TrainingBackend):
         self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
         gone = [at[p.data_ptr()] for p in (() if reference is None else reference.parameters())]
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
-        expected = probe(actor.model, Passes())
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
         whole = {n: p for n, p in actor.model.named_parameters() if not (is_adapted and p.requires_grad)}
         same: dict[int, Any] = {id(buffer): buffer for buffer in actor.model.buffers()}
@@ -174,7 +177,7 @@ class RankGroup(TrainingBackend):
             nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
             parameter.data = nothing.expand(parameter.shape)
         self._emptied = whole
-        self._call("shard", each=[(gone, *traits, double, expected), *[others] * len(self._others)])
+        self._call("shard", each=[(gone, *traits, double), *[others] * len(self._others)])
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
         numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}

@@ -32,7 +32,7 @@ from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
 from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weighted
-from multitask_rl.training.backends.context import ContextPasses, check_model
+from multitask_rl.training.backends.context import ContextPasses
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards, probe, shard_model
@@ -142,16 +142,14 @@ class Rank:
         shares_prompts: bool,
         can_split_head: bool,
         actor: Actor | None = None,
-        expected: torch.Tensor | None = None,
     ) -> None:
-        """Cut the actor and the reference in place to this rank's parts, and try a pass.
+        """Cut the actor and the reference in place to this rank's parts.
 
         Args:
             gone: numbers of their tensors.
             shares_prompts: result of ``supports_shared_prompts``, which needs the whole model.
             can_split_head: whether ``split_head`` splits the whole model.
             actor: rank 0 cuts this one, with the same weights as its own.
-            expected: rank 0's outputs of ``probe`` with whole models.
         """
         for number in gone:
             self._tensors[number] = torch.empty(0)
@@ -169,16 +167,15 @@ class Rank:
         self.own = InProcess(runner, self.own.tasks, self._config, trained)
         self.state = ShardedState(ranks, shards, list(whole.critic.parameters()))
         self.own.optimizer.share_out(self.state)
-        probe(actor.model, runner.passes, expected)
 
     def gather(self, numbers: Sequence[int]) -> list[torch.Tensor] | None:
         """Return the whole sharded parameters ``numbers`` at rank 0, None elsewhere."""
         found = [self.shards.gather(number) for number in numbers]
         return None if self.ranks.rank else found
 
-    def check(self) -> None:
-        """Try context parallelism (``context.check_model``)."""
-        check_model(self.ranks, self.own.runner.actor.model)
+    def probe(self, expected: torch.Tensor | None = None) -> None:
+        """Try a pass through the actor in parts; rank 0 has the ``expected`` outputs of the whole one."""
+        probe(self.own.runner.actor.model, self.own.runner.passes, expected)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool

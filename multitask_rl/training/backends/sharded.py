@@ -8,6 +8,7 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import MethodType
@@ -79,6 +80,7 @@ def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any
 class ShardedPasses(Passes):
     """Passes through models of which every rank holds a part."""
 
+    settings = "device_map.actor=... sharded"
     in_step = True
 
     def __init__(self, ranks: Ranks) -> None:
@@ -300,25 +302,30 @@ def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
 
 @torch.no_grad()
 def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
-    """Return log-probabilities of fixed tokens [12]; every rank calls this for a sharded model.
+    """Return log-probabilities of fixed tokens [14]; every rank calls this for a model in parts.
 
     Raises:
-        ConfigError: the cut model cannot be run, or differs from the whole one's ``expected``.
+        ConfigError: the model cannot be run in parts, or differs from the whole one's ``expected``.
     """
-    size = int(model.config.get_text_config().vocab_size)
-    ids = [(7 * i + 3) % size for i in range(24)]
-    batch = make_microbatch([0], [ids[:12]], [ids[12:]], layout="bucketed", pad_token_id=0)
-    batch = batch.to(next(model.parameters()).device)
-    what = f"device_map.actor=... sharded: {type(model).__name__}"
+    size, what = int(model.config.get_text_config().vocab_size), f"{passes.settings}: {type(model).__name__}"
+    prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
+    responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
+    outputs = []
     try:
-        with evaluating(model):
-            found = passes.forward(model, batch, [SamplingParams()]).logprobs.clone()
-    except (TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ConfigError(f"{what} cannot be computed in parts: {error}") from error
+        with evaluating(model), passes.attention([model]) or contextlib.nullcontext():
+            # two ragged samples; one with a single token, so that some rank may have none
+            for numbers, answers in (([0, 1], responses), ([0], [responses[0][:1]])):
+                batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=0)
+                batch = batch.to(next(model.parameters()).device)
+                out = passes.forward(model, batch, [SamplingParams()] * len(numbers))
+                outputs.append(out.logprobs.clone())
+    except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
+        raise ConfigError(f"{what} cannot be computed in parts: {error}; leave this setting out") from error
+    found = torch.cat(outputs)
     gap = 0.0 if expected is None else float((found - expected).abs().max())
     if not gap <= (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1):
         raise ConfigError(
             f"{what} computes something else in parts than whole: log-probabilities move by {gap:.2g}; leave "
-            "out tensor, or sharded"
+            "this setting out"
         )
     return found

@@ -28,15 +28,12 @@ from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.training.backends.context import check_model, cut_sequences
+from multitask_rl.training.backends.context import cut_sequences
 from multitask_rl.training.backends.rank_group import RankGroup
-from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.skeleton import freeze, thaw
 from multitask_rl.training.balance import deal
 from multitask_rl.training.microbatch import make_microbatch
 from multitask_rl.training.runner import AveragedReference
-
-CPU = torch.device("cpu")
 
 
 def small_gpt2(positions):
@@ -250,7 +247,7 @@ def test_a_model_with_windows_is_refused_in_parts():
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, sliding_window=4,
     )  # fmt: skip
-    store, _ = host_store("127.0.0.1")
-    place = Ranks(0, 1, 1, address="127.0.0.1", store=store, device=CPU)
-    with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts .* windows"):
-        check_model(place, MistralForCausalLM(config))
+    actor = build_actor()
+    actor.model = MistralForCausalLM(config)
+    with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts: .* windows"):
+        RanksBench(actor=actor, num_ranks=2, context=2)
