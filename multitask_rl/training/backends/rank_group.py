@@ -38,7 +38,7 @@ from multitask_rl.training.backends.context import check_windows
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.backends.replica import Rank, Setup
+from multitask_rl.training.backends.replica import Rank, Setup, describe
 from multitask_rl.training.backends.sharded import check_shardable, probe
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
@@ -412,8 +412,7 @@ class RankGroup(TrainingBackend):
             for parameter, key, value in fitting_state(tensors, parameters)
             if id(parameter) in numbers
         }
-        described = {name: value.to("meta") for name, value in whole.items()}
-        self._call("load_optimizer", each=[(whole,), *[(described,)] * len(self._others)])
+        self._call("load_optimizer", each=[(whole,), *[(describe(whole),)] * len(self._others)])
 
     def _synchronise(self) -> None:
         """Send the tensors that changed here since the last call."""

@@ -109,6 +109,11 @@ def register_outputs(model: nn.Module) -> None:
             registry.setdefault(str(type(module)), module._can_record_outputs)
 
 
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return ``tensors`` without contents, on torch's device ``meta``; single numbers stay as they are."""
+    return {name: tensor.to("meta" if tensor.dim() else "cpu") for name, tensor in tensors.items()}
+
+
 class Rank:
     """A learner rank. Rank 0 calls a method of all ranks, its own included, at the same time.
 
@@ -215,20 +220,21 @@ class Rank:
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Keep this rank's part of the optimizer's state, ``<number>|<key>`` -> whole tensor.
 
-        Only rank 0 has the contents; elsewhere ``tensors`` are on torch's device ``meta``.
+        Only rank 0 has the contents of all; elsewhere ``tensors`` are as ``describe`` returns them.
         """
         parts = {}
         for name, given in tensors.items():
             whole = torch.empty_like(given, device=self.ranks.device) if given.is_meta else given
-            self.ranks.broadcast([whole])
+            if given.dim():
+                self.ranks.broadcast([whole])
             part = self.state.part(name, whole)
             if part is not None:
                 parts[name] = part.to("cpu", copy=True)  # a view would keep the whole tensor
         self.own.optimizer.load_tensors(parts, self.state.numbered)
 
     def describe_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state in this rank without contents: on torch's device ``meta``."""
-        return {name: t.to("meta") for name, t in self.own.optimizer.tensors(self.state.names).items()}
+        """Return the optimizer's state in this rank as ``describe`` does."""
+        return describe(self.own.optimizer.tensors(self.state.names))
 
     def gather_optimizer(
         self, holders: Mapping[str, tuple[int, torch.Tensor]]

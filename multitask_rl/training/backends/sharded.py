@@ -268,7 +268,6 @@ class ShardedState(SharedState):
     def gather(self, name: str, own: Tensor | None, holder: int, like: Tensor) -> Tensor:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
-        # rank 0 has a part of every sharded parameter, and so its scalars
         if number >= len(self._trained) or not like.dim():
             return super().gather(name, own, holder, like)
         shard = self._trained[number]

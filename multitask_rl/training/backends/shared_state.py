@@ -117,6 +117,8 @@ class SharedState(StateSharing):
 
         ``own``: the part of this rank, if any; ``like``: that of the first rank that has one, ``holder``.
         """
+        if not like.dim():
+            return like
         if not self._ranks.rank:
             return self._ranks.receive(like, holder) if own is None else own.cpu()
         if own is not None and holder == self._ranks.rank:
