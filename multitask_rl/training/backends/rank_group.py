@@ -38,7 +38,7 @@ from multitask_rl.training.backends.context import check_windows
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
-from multitask_rl.training.backends.replica import Rank, Setup, describe
+from multitask_rl.training.backends.replica import Rank, Setup
 from multitask_rl.training.backends.sharded import check_shardable, probe
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
@@ -407,12 +407,14 @@ class RankGroup(TrainingBackend):
         """See ``TrainingBackend``."""
         self._synchronise()
         numbers = {id(p): number for number, p in enumerate(self._wholes)}
-        whole = {
-            f"{numbers[id(parameter)]}|{key}": value
-            for parameter, key, value in fitting_state(tensors, parameters)
-            if id(parameter) in numbers
-        }
-        self._call("load_optimizer", each=[(whole,), *[(describe(whole),)] * len(self._others)])
+        parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.num_ranks)]
+        for parameter, key, value in fitting_state(tensors, parameters):
+            if id(parameter) in numbers:
+                name = f"{numbers[id(parameter)]}|{key}"
+                for rank, part in self._rank.state.deal(name, value):
+                    parts[rank][name] = part
+        described = [({name: value.to("meta") for name, value in part.items()},) for part in parts[1:]]
+        self._call("load_optimizer", each=[(parts[0], parts[1:]), *described])
 
     def _synchronise(self) -> None:
         """Send the tensors that changed here since the last call."""
@@ -428,9 +430,8 @@ class RankGroup(TrainingBackend):
     def optimizer_tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor]:
         """See ``TrainingBackend``."""
         self._synchronise()
-        described = list(enumerate(self._call("describe_optimizer")))
-        holders = {name: (rank, like) for rank, own in reversed(described) for name, like in own.items()}
-        (found,) = self._call("gather_optimizer", holders)
+        described = self._call("describe_optimizer")
+        (found,) = self._call("gather_optimizer", each=[(described,), *[()] * len(self._others)])
         kept = {}
         for name, value in found.items():
             number, _, key = name.partition("|")

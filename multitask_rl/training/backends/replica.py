@@ -109,11 +109,6 @@ def register_outputs(model: nn.Module) -> None:
             registry.setdefault(str(type(module)), module._can_record_outputs)
 
 
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return ``tensors`` without contents, on torch's device ``meta``; single numbers stay as they are."""
-    return {name: tensor.to("meta" if tensor.dim() else "cpu") for name, tensor in tensors.items()}
-
-
 class Rank:
     """A learner rank. Rank 0 calls a method of all ranks, its own included, at the same time.
 
@@ -217,35 +212,42 @@ class Rank:
         found = self.own.runner.score_texts(samples, with_kl=with_kl, task=task)
         return None if self.ranks.rank else found
 
-    def load_optimizer(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep this rank's part of the optimizer's state, ``<number>|<key>`` -> whole tensor.
+    def load_optimizer(
+        self, part: Mapping[str, torch.Tensor], others: Sequence[Mapping[str, torch.Tensor]] = ()
+    ) -> None:
+        """Keep this rank's ``part`` of the optimizer's state, ``<number>|<key>`` -> tensor.
 
-        Only rank 0 has the contents of all; elsewhere ``tensors`` are as ``describe`` returns them.
+        Rank 0 has the contents, those of ``others`` too; elsewhere ``part`` is on torch's device ``meta``.
         """
-        parts = {}
-        for name, given in tensors.items():
-            whole = torch.empty_like(given, device=self.ranks.device) if given.is_meta else given
-            if given.dim():
-                self.ranks.broadcast([whole])
-            part = self.state.part(name, whole)
-            if part is not None:
-                parts[name] = part.to("cpu", copy=True)  # a view would keep the whole tensor
-        self.own.optimizer.load_tensors(parts, self.state.numbered)
+        for rank, own in enumerate(others, start=1):
+            for value in own.values():
+                self.ranks.send(value, rank)
+        if self.ranks.rank:
+            part = {name: self.ranks.receive(like, 0) for name, like in part.items()}
+        self.own.optimizer.load_tensors(part, self.state.numbered)
 
     def describe_optimizer(self) -> dict[str, torch.Tensor]:
-        """Return the optimizer's state in this rank as ``describe`` does."""
-        return describe(self.own.optimizer.tensors(self.state.names))
+        """Return what this rank gives to ``gather_optimizer``, on torch's device ``meta``."""
+        return {name: t.to("meta") for name, t in self._optimizer_tensors().items()}
 
     def gather_optimizer(
-        self, holders: Mapping[str, tuple[int, torch.Tensor]]
+        self, described: Sequence[Mapping[str, torch.Tensor]] = ()
     ) -> dict[str, torch.Tensor] | None:
-        """Return the whole state at rank 0, None elsewhere.
+        """Return the whole state at rank 0, which gives ``described`` of all ranks; None elsewhere."""
+        own = self._optimizer_tensors()
+        if self.ranks.rank:
+            for tensor in own.values():
+                self.ranks.send(tensor, 0)
+            return None
+        parts = {name: [value.cpu()] for name, value in own.items()}
+        for rank, part in enumerate(described[1:], start=1):
+            for name, like in part.items():
+                parts.setdefault(name, []).append(self.ranks.receive(like, rank))
+        return {name: self.state.join(name, found) for name, found in parts.items()}
 
-        ``holders``: the first rank with each tensor or a part of it, and the tensor as it is described there.
-        """
-        own = self.own.optimizer.tensors(self.state.names)
-        found = {name: self.state.gather(name, own.get(name), *first) for name, first in holders.items()}
-        return None if self.ranks.rank else found
+    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
+        found = self.own.optimizer.tensors(self.state.names)
+        return {name: tensor for name, tensor in found.items() if self.state.is_first(name)}
 
 
 class Replica(Rank):

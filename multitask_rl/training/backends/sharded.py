@@ -145,13 +145,21 @@ class Shards:
         """Whether tensor parallelism cuts the parameter, so that the peers have different parts of it."""
         return self._dims[number] is not None
 
-    def cut(self, number: int, whole: Tensor) -> Tensor:
-        """Return this rank's part of ``whole`` (of the parameter's shape); it may be empty."""
-        ranks, dim = self._ranks, self._dims[number]
-        column = whole if dim is None else whole.chunk(ranks.tensor, dim)[ranks.peer_index]
-        rows = column.chunk(ranks.copy_size // ranks.tensor)
-        row = ranks.rank % ranks.copy_size // ranks.tensor
-        return rows[row] if row < len(rows) else column[:0]
+    def cut(self, number: int, whole: Tensor) -> list[Tensor]:
+        """Return the parts of ``whole`` (of the parameter's shape) by rank; the last ones may be empty."""
+        ranks = self._ranks
+        dim = self._dims[number]
+        columns = [whole] * ranks.tensor if dim is None else whole.chunk(ranks.tensor, dim)
+        num_rows = ranks.copy_size // ranks.tensor
+        parts = [list(column.chunk(num_rows)) for column in columns]
+        copy = [part[row] if row < len(part) else part[0][:0] for row in range(num_rows) for part in parts]
+        return copy * (ranks.size // ranks.copy_size)
+
+    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return the whole parameter ``number`` from its non-empty ``parts``, in the order of the ranks."""
+        peers, dim = self._ranks.tensor, self._dims[number]
+        columns = [torch.cat(list(parts[index::peers])) for index in range(1 if dim is None else peers)]
+        return columns[0] if dim is None else torch.cat(columns, dim)
 
     def shape(self, number: int) -> list[int]:
         """Return the shape of the whole parameter."""
@@ -169,7 +177,7 @@ class Shards:
             if wholes is not None:
                 whole.copy_(wholes[place])
             self._ranks.broadcast([whole])
-            self.local[number].copy_(self.cut(number, whole))
+            self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
         """Complete the gradients that backward passes added to the local parts."""
@@ -197,12 +205,9 @@ class Shards:
             grad.copy_(part.view(grad.shape))
 
     @torch.no_grad()
-    def gather(self, number: int, own: Tensor | None = None) -> Tensor:
-        """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this.
-
-        With ``own``, a part of another tensor that is cut alike, return that tensor.
-        """
-        ranks, dim, own = self._ranks, self._dims[number], self.local[number] if own is None else own
+    def gather(self, number: int) -> Tensor:
+        """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this."""
+        ranks, dim, own = self._ranks, self._dims[number], self.local[number]
         shape = self._sharded[number].shape
         # the parts of all ranks are of one length but for the last ones
         even = own.new_zeros(-(-shape[0] * ranks.tensor // ranks.copy_size), *shape[1:])
@@ -255,24 +260,27 @@ class ShardedState(SharedState):
         norm, number = float(total[0].sqrt()), float(total[1])
         return [norm if number else None, super().norms()[1]]
 
-    def part(self, name: str, whole: Tensor) -> Tensor | None:
+    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
         if number >= len(self._trained):
-            return super().part(name, whole)
+            return super().deal(name, value)
         shard = self._trained[number]
-        part = self.shards.cut(shard, whole.expand(self.shards.shape(shard)))
-        # a scalar is kept whole by every rank with a part of the parameter
-        return (part if whole.dim() else whole) if part.numel() else None
+        parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
+        # a scalar goes whole to every rank with a part of the parameter
+        return [(rank, part if value.dim() else value) for rank, part in enumerate(parts) if part.numel()]
 
-    def gather(self, name: str, own: Tensor | None, holder: int, like: Tensor) -> Tensor:
+    def is_first(self, name: str) -> bool:
+        """See ``SharedState``."""
+        is_part = int(name.partition("|")[0]) < len(self._trained)
+        return not is_part or self._ranks.rank < self._ranks.copy_size
+
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """See ``SharedState``."""
         number = int(name.partition("|")[0])
-        if number >= len(self._trained) or not like.dim():
-            return super().gather(name, own, holder, like)
-        shard = self._trained[number]
-        part = torch.empty_like(self.shards.local[shard], dtype=like.dtype) if own is None else own
-        return self.shards.gather(shard, part).cpu()
+        if number >= len(self._trained) or not parts[0].dim():
+            return parts[0]
+        return self.shards.join(self._trained[number], parts)
 
 
 def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:

@@ -108,22 +108,17 @@ class SharedState(StateSharing):
                     parameter.copy_(part)
         ranks.traffic.seconds += time.monotonic() - began
 
-    def part(self, name: str, whole: Tensor) -> Tensor | None:
-        """Return this rank's part of the state ``<number>|<key>``; None if it keeps none."""
-        return whole if self._owner[self.numbered[name.partition("|")[0]]] == self._ranks.rank else None
+    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
+        return [(self._owner[self.numbered[name.partition("|")[0]]], value)]
 
-    def gather(self, name: str, own: Tensor | None, holder: int, like: Tensor) -> Tensor:
-        """Return the state ``<number>|<key>`` on the CPU at rank 0, nothing of use elsewhere.
+    def is_first(self, name: str) -> bool:
+        """Whether no rank before this one has the same part of the state ``<number>|<key>``."""
+        return True
 
-        ``own``: the part of this rank, if any; ``like``: that of the first rank that has one, ``holder``.
-        """
-        if not like.dim():
-            return like
-        if not self._ranks.rank:
-            return self._ranks.receive(like, holder) if own is None else own.cpu()
-        if own is not None and holder == self._ranks.rank:
-            self._ranks.send(own, 0)
-        return like
+    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
+        return parts[0]
 
     def _buckets(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
         """Yield owner and parameters that move, of one type and bounded size together."""
