@@ -25,6 +25,9 @@ from multitask_rl.training.balance import share_out
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LINE = 64
+"""Bytes of a line of the processor's cache."""
+
 
 class RayEngine(RolloutEngine):
     """``RolloutEngine`` over replicas of the class ``engine``, each in a Ray actor of its own.
@@ -53,6 +56,7 @@ class RayEngine(RolloutEngine):
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
         tokenizer, autocast = actor.tokenizer, actor.config.autocast
         attention = actor.model.config._attn_implementation.replace(FLOAT32, "sdpa")
+        places = {name: own.data_ptr() % _LINE for name, own in actor.model.named_parameters()}
 
         def make(index: int) -> EngineReplica:
             from transformers import AutoModelForCausalLM
@@ -66,6 +70,9 @@ class RayEngine(RolloutEngine):
                 directory, dtype="auto", attn_implementation=attention
             )
             model.to(device).eval()
+            if device == "cpu":
+                for name, parameter in model.named_parameters():
+                    parameter.data = _placed(parameter.data, places.get(name, 0))
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
             own = directory / f"replica-{index}"
             return EngineReplica(build_engine(engine, copy, config, seed=seed, output_dir=own), copy)
@@ -185,6 +192,19 @@ class RayEngine(RolloutEngine):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _placed(tensor: Tensor, place: int) -> Tensor:
+    """Return a copy of ``tensor`` that begins ``place`` bytes behind a multiple of ``_LINE``.
+
+    On some CPUs (seen with AVX2) the last bits of a product with one row depend on where the weights begin.
+    """
+    import torch
+
+    size = tensor.numel() * tensor.element_size()
+    room = torch.empty(size + _LINE, dtype=torch.uint8)
+    start = (place - room.data_ptr()) % _LINE
+    return room[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class StoredBuckets:
