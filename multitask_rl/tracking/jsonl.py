@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,12 @@ def _tokens(tokens: TokenRecord) -> dict[str, Any]:
     return {"texts": tokens.texts, "logprobs": tokens.logprobs, "advantages": tokens.advantages}
 
 
+@lru_cache(256)
+def _sampling(sampling: SamplingParams) -> dict[str, Any]:
+    # one value for all responses of a task; ``asdict`` takes longer than the rest of a line
+    return asdict(sampling)
+
+
 def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
     """Return everything that scoring again or reading needs; log-probabilities are rounded."""
     rollout = scored.rollout
@@ -101,7 +108,7 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         "rejected": rollout.rejected,
         "verdicts": {name: _result_to_dict(verdict) for name, verdict in rollout.verdicts.items()},
         "policy_version": rollout.policy_version,
-        "sampling": asdict(rollout.sampling),
+        "sampling": dict(_sampling(rollout.sampling)),
         "row": dict(prompt.row),
         "prompt_ids": list(prompt.prompt_ids),
         "response_ids": list(rollout.response_ids),
