@@ -67,6 +67,8 @@ _TOKEN_BYTES = 1_000_000
 _SPANS_OF_STEPS = 12
 """Newest steps in the timeline."""
 _MOST_SPANS = 4_000
+_FEWEST_STEPS, _HARDLY = 10, 0.02
+"""A task gives no signal if in half of its steps, so many at least, a smaller part of its groups does."""
 
 
 def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> str:
@@ -132,10 +134,6 @@ def embedded(samples: Samples, most_bytes: int, token_bytes: int = _TOKEN_BYTES)
         "tokens": [None] * (first_tokens - first) + tokens[first_tokens:],
         "left_out": first * CHUNK,
     }
-
-
-_FEWEST_STEPS, _HARDLY = 10, 0.02
-"""A task gives no signal if in half of its steps, so many at least, a smaller part of its groups does."""
 
 
 def _newest_within(chunks: Sequence[str], most_bytes: int) -> int:

@@ -62,6 +62,8 @@ _PAGE = "report.html"
 _PAGE_LINE = f"Page of the run: [{_PAGE}]"
 _GATHER_S = 15.0
 """Points of so many seconds go to the store together: in each write it looks up the newest of each metric."""
+_GATHERED = 10 * MAX_PER_BATCH
+"""So many points do not wait longer; most of them are not kept."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _SWEEP_TAG = "multitask_rl.sweep"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
@@ -295,7 +297,9 @@ class MLflowTracker(Tracker):
         self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
         self._has_inputs = bool(run.inputs and run.inputs.dataset_inputs)
         target = f"MLflow at {redact_text(self.uri)}"
-        self._worker = BackgroundWriter(target, self._send_metrics, gather_s=_GATHER_S)
+        self._worker = BackgroundWriter(
+            target, self._send_metrics, max_per_batch=_GATHERED, gather_s=_GATHER_S
+        )
         self._worker.start()
         self._worker.put(partial(self._send_parameters, parameters))
         if resume_step is not None and former is not None:
