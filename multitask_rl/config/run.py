@@ -298,7 +298,7 @@ class TrackingConfig(Settings):
     experiment: str = "multitask-rl"
     """MLflow experiment."""
     run_name: str = ""
-    """Empty = made from the time and the seed."""
+    """Empty = made from the name of ``output_dir``, the time and the seed."""
     uri: str = ""
     """MLflow tracking URI; empty = the SQLite file ``mlflow.db`` beside ``output_dir``, which runs share."""
     store_rollouts: Annotated[int, Range("[-1, inf)")] = 8

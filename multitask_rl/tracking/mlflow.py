@@ -77,12 +77,15 @@ _HEADLINES = {
     r"worst/eval": f"{_AT_A_GLANCE}held_out_worst",
     r"task/([^/]+)/reward_mean": rf"{_AT_A_GLANCE}reward.\1",
     r"task/([^/]+)/weight": rf"{_AT_A_GLANCE}share.\1",
-    r"train/loss": f"{_AT_A_GLANCE}loss",
-    r"macro/kl": f"{_AT_A_GLANCE}kl",
-    r"macro/entropy": f"{_AT_A_GLANCE}entropy",
-    r"time/step_s": f"{_AT_A_GLANCE}seconds_per_step",
+    r"train/loss": f"{_AT_A_GLANCE}training.loss",
+    r"macro/kl": f"{_AT_A_GLANCE}training.kl",
+    r"macro/entropy": f"{_AT_A_GLANCE}training.entropy",
+    r"time/step_s": f"{_AT_A_GLANCE}training.seconds_per_step",
 }
-"""What a person looks at first: metric -> its second name, in the group that MLflow shows above all."""
+"""What a person looks at first: metric -> its second name, in the group that MLflow shows above all.
+
+MLflow orders the curves of a group by name: held out, reward, share, training.
+"""
 _Point = tuple[str, float, int, int]
 """Metric, value, milliseconds since 1970, step."""
 _STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
@@ -125,8 +128,9 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
         "algorithms": ", ".join(sorted({str(task.get("type", "")) for task in tasks.values()})),
         "mlflow.source.type": "LOCAL",
         "mlflow.source.name": "multitask-rl train",
-        "mlflow.user": getpass.getuser() if os.environ.get("USER") else "",
     }
+    with contextlib.suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
     git = ["git", "-C", str(Path(str(parameters.get("tasks_file") or ".")).resolve().parent)]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         asked = [*git, "rev-parse", "HEAD"]
@@ -333,7 +337,8 @@ class MLflowTracker(Tracker):
                 self._client.delete_run(run_id)
             elif run.info.status == "RUNNING":
                 self._client.set_terminated(run_id, "KILLED")
-        name = self._config.run_name or f"{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
+        made = f"{self._directory.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
+        name = self._config.run_name or made
         tags = {_DIRECTORY_TAG: tag, **_describe(parameters, self._directory)}
         if self._sweep is not None:
             tag = f"{socket.gethostname()}:{self._sweep}".replace("'", "_")[:_MAX_TAG]
@@ -391,14 +396,16 @@ class MLflowTracker(Tracker):
         """Send the kept points that MLflow lacks, under legal names."""
         from mlflow.entities import Metric
 
-        new = []
+        first, new = list[Metric](), list[Metric]()  # MLflow lists a run's metrics as they came
         for own, value, time_ms, step in points:
             for name in map(legal_name, (own, *_headlines(own))):
                 if self._keeps(name, step):
                     if self._stored[name, step] > 0:
                         self._stored[name, step] -= 1
                     else:
-                        new.append(Metric(name, value, time_ms, step))
+                        kind = first if name.startswith(_AT_A_GLANCE) else new
+                        kind.append(Metric(name, value, time_ms, step))
+        new = first + new
         for index in range(0, len(new), MAX_PER_BATCH):
             batch = new[index : index + MAX_PER_BATCH]
             self._client.log_batch(self._run, metrics=batch, synchronous=True)
@@ -533,11 +540,20 @@ class MLflowTracker(Tracker):
             return own
 
         messages: list[dict[str, str]] = [{"role": "user", "content": line["prompt"]}]
-        root = add(line["task"], "CHAIN", {"messages": messages}, _answer(line["response"]), None)
+        for turn in turns:
+            messages += [*turn["messages"], {"role": "assistant", "content": turn["response"]}]
+        root = add(line["task"], "CHAIN", {"messages": messages[:-1]}, _answer(line["response"]), None)
+        num_known = 1
         for index, turn in enumerate(turns, start=1):
-            messages = [*messages, *turn["messages"]]
-            add(f"turn {index}", "CHAT_MODEL", {"messages": messages}, _answer(turn["response"]), root)
-            messages = [*messages, {"role": "assistant", "content": turn["response"]}]
+            num_known += len(turn["messages"])
+            add(
+                f"turn {index}",
+                "CHAT_MODEL",
+                {"messages": messages[:num_known]},
+                _answer(turn["response"]),
+                root,
+            )
+            num_known += 1
         source = AssessmentSource(source_type="CODE", source_id="multitask-rl")
         values = {"reward": line["reward"]} | {
             name: result["value"] for name, result in line["breakdown"].items() if "value" in result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import threading
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import MissingExtraError
-from multitask_rl.records import DatasetRecord, Event, Scored
+from multitask_rl.records import DatasetRecord, Event, Scored, Turn
 from multitask_rl.tracking import mlflow as adapter
 from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Trackers
@@ -285,7 +286,8 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
         tracker.start(
             {"scheduler": {"policy": "uniform"}, "tasks": {"t": {"type": "ppo", "dataset": "t.jsonl"}}}
         )
-        tracker.log_metrics({"task/t/eval": 0.5, "task/t/reward/x": 0.1, "macro/eval": 0.5}, 1)
+        metrics = {"task/t/reward/x": 0.1, "task/t/eval": 0.5, "macro/eval": 0.5, "train/loss": 1.0}
+        tracker.log_metrics({**metrics, "task/t/weight": 1.0}, 1)
         tracker.finish("finished")
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     found = {run.info.run_name: run for run in client.search_runs(["1"])}
@@ -297,10 +299,10 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
         **dict.fromkeys(("sweep/0", "sweep/1"), found["sweep"].info.run_id),
     }
     run = found["a"].data
-    assert {n for n in run.metrics if n.startswith("at_a_glance/")} == {
-        "at_a_glance/held_out.t",
-        "at_a_glance/held_out",
-    }
+    headlines = [f"at_a_glance/{n}" for n in ("held_out", "held_out.t", "share.t", "training.loss")]
+    assert sorted(n for n in run.metrics if n.startswith("at_a_glance/")) == headlines, "as MLflow orders"
+    assert sorted(list(run.metrics)[:4]) == headlines, "before 350 others"
+    assert run.tags["mlflow.user"]
     assert (run.tags["scheduler"], run.tags["algorithms"]) == ("uniform", "ppo")
     assert "- **t**: ppo, t.jsonl" in run.tags["mlflow.note.content"]
 
@@ -358,6 +360,35 @@ def test_rows_weights_and_rollouts_are_what_mlflow_calls_them(
         "messages": [{"role": "user", "content": scored[0].rollout.prompt.text}]
     }
     assert not [r.getMessage() for r in caplog.records if "takes no" in r.getMessage()]
+
+
+def test_a_run_without_a_name_is_told_apart_by_its_directory(tmp_path: Path) -> None:
+    tracker = MLflowTracker(tmp_path / "uniform", TrackingConfig(), None)
+    tracker.start({"seed": 3})
+    tracker.finish("finished")
+    name = tracker._client.get_run(str(tracker.run_id)).info.run_name
+    assert re.fullmatch(r"uniform-\d{8}-\d{6}-seed3", str(name))
+
+
+def test_a_trace_of_an_episode_shows_the_whole_conversation(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    def turn(said: list[str], answer: str) -> Turn:
+        messages = [{"role": "user", "content": text} for text in said]
+        return Turn(num_tokens=1, messages=messages, response=answer, finish_reason="stop")
+
+    episode = replace(rollout("right"), turns=[turn([], "wrong"), turn(["no", "again"], "right")])
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    tracker.log_rollouts([Scored(rollout=episode, reward=1.0)], 1)
+    tracker.finish("finished")
+    (trace,) = MlflowClient(tracking_uri=tracker.uri).search_traces(locations=["1"])
+    root, first, second = trace.data.spans
+    said = [message["content"] for message in root.inputs["messages"]]
+    assert said == [episode.prompt.text, "wrong", "no", "again"]
+    assert root.outputs["choices"][0]["message"]["content"] == "right"
+    assert [m["content"] for m in first.inputs["messages"]] == said[:1]
+    assert second.inputs == root.inputs
 
 
 def test_what_a_store_lacks_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
