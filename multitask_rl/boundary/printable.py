@@ -95,3 +95,10 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
             yield from redacted_keys(below, f"{key}[{index}]")
     elif isinstance(value, str) and REDACTED in value:
         yield key
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as text: ``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+from multitask_rl.boundary.printable import duration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.run import estimate
@@ -44,7 +45,7 @@ def foretell(config: RunConfig) -> bool:
     step = sum(seconds.values())
     stages = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
     print(
-        f"time:   {step:.2g} s a step ({stages}), {estimate.duration(step * config.max_steps)} for "
+        f"time:   {step:.2g} s a step ({stages}), {duration(step * config.max_steps)} for "
         f"{config.max_steps} steps, beside rewards and evaluations; `multitask-rl bench` makes real steps"
     )
     return has_memory and disk["total"] <= estimate.free_bytes(Path(config.output_dir))

@@ -94,9 +94,10 @@ function showDifferences(body, data) {
     const paired = row => [["prompts", row.paired], ["seeds", row.paired_seeds]].filter(([, is]) => is).map(([name]) => name).join(", ") || "no";
     box.replaceChildren(
       table(`${one.other} against ${one.base}: 95 % interval of the difference`,
-        ["task", "metric", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "verdict", "runs", "prompts", "paired by"],
-        rows.map(([task, row]) => [task, row.metric, row.before, row.after, row.delta, ends(row), bar(row, most),
-          make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict), row.seeds.join(" + "), row.n, paired(row)])),
+        ["task", "base", "other", "difference", "verdict", "interval", `−${digits(most)} … ${digits(most)}`, "runs", "prompts", "paired by", "metric"],
+        rows.map(([task, row]) => [task, row.before, row.after, row.delta,
+          make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict),
+          ends(row), bar(row, most), row.seeds.join(" + "), row.n, paired(row), row.metric])),
       make("ul", { class: "plain small" }, rows.filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
       one.only_in_one.length ? make("p", { class: "small" }, `Tasks in only one of them: ${one.only_in_one.join(", ")}`) : "",
       make("p", { class: "small muted" }, "Where both arms have several runs, the interval is that of other seeds and other prompts, else that of other prompts. Each stands alone. Verdicts are read together: p-values are corrected for all of this page (Holm)."));
@@ -157,7 +158,12 @@ function showTasks(body, data) {
     const inside = value => Math.max(0, Math.min(1, value));
     const px = value => pad + (width - pad - 12) * inside((value - xs[0]) / (xs[1] - xs[0]));
     const py = value => height - pad + 10 - (height - pad - 2) * inside((value - ys[0]) / (ys[1] - ys[0]));
-    const ticks = ([low, high]) => [0, 1, 2, 3, 4].map(i => low + (high - low) * (0.1 + 0.2 * i));
+    const ticks = ([low, high]) => { // round numbers, three to six of them
+      const power = 10 ** Math.floor(Math.log10((high - low) / 3));
+      const apart = power * [5, 2, 1].find(times => times * power <= (high - low) / 3), found = [];
+      for (let i = Math.ceil(low / apart); i * apart <= high; i += 1) found.push(i * apart);
+      return found;
+    };
     const axes = [
       ...ticks(xs).flatMap(value => [svg("line", { x1: px(value), x2: px(value), y1: 12, y2: height - pad + 10, class: "grid" }), svg("text", { x: px(value), y: height - pad + 26, "text-anchor": "middle" }, digits(+value.toPrecision(3)))]),
       ...ticks(ys).flatMap(value => [svg("line", { x1: pad, x2: width - 12, y1: py(value), y2: py(value), class: "grid" }), svg("text", { x: pad - 6, y: py(value) + 4, "text-anchor": "end" }, digits(+value.toPrecision(3)))]),

@@ -13,10 +13,12 @@ from typing import Any
 
 import yaml
 
+from multitask_rl.boundary.printable import duration
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.samples import CHUNK, Samples, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.report.summary import summarise_run
+from multitask_rl.statistics.intervals import summarise
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ALARM_KINDS
 from multitask_rl.tracking.jsonl import RECORDS
@@ -247,7 +249,7 @@ def _without_signal(
             "gave hardly a gradient: it is too hard, or solved, or its reward does not tell responses apart"
         )
         found.append(
-            {"step": steps[-1], "source": "page", "kind": "no signal", "task": task, "reason": reason}
+            {"step": steps[-1], "source": "no signal", "kind": "no signal", "task": task, "reason": reason}
         )
     return found
 
@@ -271,10 +273,8 @@ def _tiles(
         ["warnings and alarms", len(alarms), f"most: {kinds[0]}" if kinds else ""],
     ]
     if seconds:
-        typical = statistics.median(seconds)
-        found.append(
-            ["seconds a step", float(f"{typical:.3g}"), f"median; {sum(seconds) / 60:.3g} min in all steps"]
-        )
+        typical = float(f"{statistics.median(seconds):.3g}")
+        found.append(["seconds a step", typical, f"median; {duration(sum(seconds))} in all steps"])
     return found
 
 
@@ -283,16 +283,13 @@ def _held_out(run: RunRecord) -> list[dict[str, Any]]:
     steps = sorted({evaluation.step for history in run.evaluations.values() for evaluation in history})
     lines = []
     for task, history in run.evaluations.items():
-        own: dict[int, tuple[float, float]] = {}
+        own: dict[int, tuple[float, float, float]] = {}
         for evaluation in history:
-            values = [value for value in evaluation.values if math.isfinite(value)]
-            if values:
-                spread = statistics.stdev(values) if len(values) > 1 else 0.0
-                own[evaluation.step] = statistics.fmean(values), 1.96 * spread / math.sqrt(len(values))
-        sides = {"y": 0, "low": -1, "high": 1}
+            found = summarise(evaluation.values)
+            own[evaluation.step] = found.mean, *found.interval
         ends = {
-            side: [_rounded(own[step][0] + sign * own[step][1]) if step in own else None for step in steps]
-            for side, sign in sides.items()
+            side: [_rounded(own[step][i]) if step in own else None for step in steps]
+            for i, side in enumerate(("y", "low", "high"))
         }
         lines.append({"name": task, **ends})
     note = "mean of the primary metric, 95 % interval"

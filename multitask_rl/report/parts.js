@@ -148,8 +148,9 @@ const colours = [];
 function reserve(name) {
   if (!colours.includes(name)) colours.push(name);
 }
-/** Return the number of a name's colour: the reserved one, else its place in its own chart. */
+/** Return the number of a name's colour: the reserved one, else its place in its own chart; of a lone line none's. */
 function tone(name, among = []) {
+  if (among.length === 1 && !colours.includes(name)) return 9;
   return Math.max(0, colours.includes(name) ? colours.indexOf(name) : among.indexOf(name));
 }
 const dot = number => make("span", { class: "dot", "--own": `var(--c${number % 10})` });

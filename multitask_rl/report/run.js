@@ -43,9 +43,9 @@ function showOverview(data) {
   const body = section("overview", "Overview");
   refresh(body, [data.alarms, result.tasks, data.tiles, result.influence, result.constraints, data.gradients], () => {
     const verdicts = { better: "good", worse: "bad" };
-    const rows = Object.entries(result.tasks).map(([task, row]) => [task, row.metric, row.before, row.after, row.delta,
-      row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n,
-      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict)]);
+    const rows = Object.entries(result.tasks).map(([task, row]) => [task, row.before, row.after, row.delta,
+      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict),
+      row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n, row.metric]);
     const limits = result.constraints.map(row => [`${row.task} · ${row.constraint}`, row.before, row.violation_rate, row.upper_bound, row.limit,
       make("span", { class: row.satisfied ? "good" : "bad" }, row.satisfied ? "kept" : "not shown to be kept")]);
     return [
@@ -54,7 +54,7 @@ function showOverview(data) {
       make("h3", {}, "What went wrong"),
       make("ul", { class: "plain scroll", tabindex: 0, "aria-label": "What went wrong" }, data.alarms.length ? data.alarms.map(told) : make("li", { class: "good" }, "No warning, alarm or rollback.")),
       make("p"),
-      table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "metric", "first", "last", "difference", "interval", "n", "verdict"], rows),
+      table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "first", "last", "difference", "verdict", "interval", "n", "metric"], rows),
       ...changed(result),
       data.gradients.steps ? gradients(data.gradients) : null,
       limits.length ? table("Limits of constraints at the last evaluation", ["constraint", "first rate", "rate", "upper bound", "limit", ""], limits) : null,

@@ -428,13 +428,6 @@ def in_units(size: float) -> str:
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
-def duration(seconds: float) -> str:
-    """Return seconds as text: ``40 s``, ``12 min``, ``3.5 h``."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
 def _copy_width(plan: RunPlan, width: int) -> int:
     """Return the bytes per parameter of the engine's own weights; 0 if it samples from the actor's."""
     if sampling_weights(plan.engine_class, plan.config.rollout) == "bfloat16":

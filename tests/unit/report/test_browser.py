@@ -199,6 +199,24 @@ def test_curves_show_numbers_and_decisions_under_the_pointer_and_by_keys(
     assert found == [], "a screen reader has no name for them"
 
 
+NARROW = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+BEYOND = """return Math.max(...[...document.querySelectorAll(arguments[0])].map(
+    node => node.getBoundingClientRect().right)) - innerWidth"""
+
+
+def test_a_narrow_window_has_verdicts_and_decisions_in_sight(browser: Any, see: Any, tmp_path: Path) -> None:
+    page = records(tmp_path) / "page.html"
+    assert main(["report", str(tmp_path), "--html", str(page)]) == 0
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+    browser.get(page.as_uri())
+    see("#overview tbody span.muted, #overview tbody span.good")
+    assert browser.execute_script(BEYOND, "#overview tbody td:nth-child(5)") <= 0, "read without scrolling"
+    inside = "document.querySelector('#decisions .told').getBoundingClientRect().left"
+    frame = "document.querySelector('#decisions ul').getBoundingClientRect().left"
+    assert browser.execute_script(f"return {inside} - {frame}") > 8, "texts keep off the frame"
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
 def test_texts_of_a_model_stay_texts(browser: Any, see: Any, tmp_path: Path) -> None:
     page = records(tmp_path) / "page.html"
     assert main(["report", str(tmp_path), "--html", str(page)]) == 0
@@ -254,11 +272,13 @@ def test_a_reader_walks_through_compared_runs(browser: Any, see: Any, tmp_path: 
     assert "setting" in see("#settings table").text
     found = browser.execute_script("return document.querySelectorAll('article img, article script').length")
     assert found == 0
-    narrow = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", narrow)
-    ends = """return Math.max(...[...document.querySelectorAll(arguments[0])].map(
-        node => node.getBoundingClientRect().right)) - innerWidth"""
-    assert browser.execute_script(ends, "caption span, tbody th") <= 0, "read without scrolling"
+    read = "return [...document.querySelectorAll('.scatter .grid + text')].map(node => node.textContent)"
+    ticks = browser.execute_script(read)
+    assert ticks, "of both axes"
+    assert all(len(tick.lstrip("-0.")) <= 2 for tick in ticks), f"round numbers: {ticks}"
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
+    read_first = "caption span, tbody th, #differences tbody td:nth-child(5)"
+    assert browser.execute_script(BEYOND, read_first) <= 0, "read without scrolling"
     scale = (
         "const svg = document.querySelector('.scatter'); return svg.clientWidth / svg.viewBox.baseVal.width"
     )

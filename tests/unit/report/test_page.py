@@ -50,7 +50,12 @@ def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Pa
     rates = {"dead": 0.0, "solved": 0.0, "alive": 0.5, "new": 0.0}
     steps = {"new": range(32, 41)}
     metrics = [
-        {"step": step, f"task/{task}/informative_rate": rate, f"task/{task}/reward_mean": 0.125}
+        {
+            "step": step,
+            f"task/{task}/informative_rate": rate,
+            f"task/{task}/reward_mean": 0.125,
+            "time/step_s": 2.0,
+        }
         for task, rate in rates.items()
         for step in steps.get(task, range(1, 41))
     ]
@@ -72,6 +77,7 @@ def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Pa
         in (data["alarms"][0]["reason"])
     )
     assert data["tiles"][3][:2] == ["warnings and alarms", 1]
+    assert data["tiles"][4] == ["seconds a step", 2.0, "median; 80 s in all steps"]
 
 
 def test_the_policy_of_the_page_names_its_own_script_alone(tmp_path: Path) -> None:
@@ -134,6 +140,11 @@ def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -
     _, data = page_of(write_records(tmp_path, evaluations=[{**score, "metrics": metrics}]))
     held_out, limit = data["charts"]
     assert held_out["lines"] == [{"name": "sums", "y": [0.5], "low": [-0.48], "high": [1.48]}]
+    never = {**score, "values": [0.0] * 8}
+    _, data = page_of(write_records(tmp_path, evaluations=[never]))
+    assert data["charts"][0]["lines"][0]["high"] == [0.21086], (
+        "as the evaluation says: no success is no proof"
+    )
     assert limit["title"] == "sums: short"
     assert [(line["name"], line["y"], line["dashed"]) for line in limit["lines"]] == [
         ("rate", [0.1], False),
