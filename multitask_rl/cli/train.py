@@ -51,7 +51,8 @@ usage: multitask-rl {command} [--config-dir DIR] [--multirun] [--quiet | --json]
   multitask-rl {command} --quiet | --json ...        warnings and the end alone; a JSON object per line
   multitask-rl {command} --trust ...                 allow code named by a file outside the working directory
 
-Every key with its meaning, range and default: docs/configuration.md. Hydra's own options: --hydra-help."""
+Every key with its meaning, range and default: docs/configuration.md, and run.schema.json of a project that
+`multitask-rl init` writes. Hydra's own options: --hydra-help."""
 
 _INFO = ("--info", "-i")
 _VALUES = {
@@ -326,7 +327,7 @@ def _explain_form(argument: str) -> str:
     if not equals or not key:
         return (
             f"{argument!r} is no key=value; write KEY=VALUE without spaces around the =, such as "
-            "max_steps=100 (keys: docs/configuration.md)"
+            "max_steps=100 (keys: `multitask-rl train --cfg job`)"
         )
     return (
         f"{argument!r}: the value has characters with a meaning of their own (spaces, braces, ~ : , =); "
@@ -352,5 +353,5 @@ def _explain(error: Exception) -> str:
         hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (
         f"configuration: {': '.join(dict.fromkeys(s.rstrip('.') for s in said))}{hint} "
-        f"(keys: docs/configuration.md or `multitask-rl train --cfg job`)"
+        "(keys: `multitask-rl train --cfg job`)"
     )

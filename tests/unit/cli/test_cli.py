@@ -1,11 +1,13 @@
 """The command line as a user meets it: exit codes, messages, speed, composition of the configuration."""
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -407,6 +409,24 @@ def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "ok       torch" in told
     assert "devices" in told
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = re.findall(r"^(?:ok|missing) +extra ([\w-]+)", told, re.MULTILINE)
+    combined = {"dev", "demo", "vllm", "vllm-cpu"}
+    assert set(extras) == project["optional-dependencies"].keys() - combined
+    assert len(extras) == len(set(extras))
+
+
+def test_doctor_names_a_version_that_an_extra_does_not_take(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "1.0" if name == "mlflow" else installed(name)
+    )
+    main(["doctor"])
+    told = capsys.readouterr().out
+    assert re.search(r"^missing +extra mlflow +mlflow is 1\.0, needs .*>=3\.10", told, re.MULTILINE)
+    assert "pip install 'multitask-rl[mlflow]'" in told
 
 
 def test_console_script_is_installed() -> None:
