@@ -18,6 +18,8 @@ STARTS = {"arithmetic": 0.35, "sort": 0.1, "code": 0.4, "safe": 0.5}
 TAUS = {"arithmetic": 1100.0, "sort": 5500.0, "code": 1000.0, "safe": 600.0}
 """Informative groups after which the way to 1 is shorter by a factor of e."""
 GROUP, PROMPTS, SEEDS = 8, 16, 5
+FORM = 0.1
+"""Reward for the form of a response, of a task that is never solved."""
 TRANSFER = {
     "none": {},
     "one helps": {("arithmetic", "sort"): 0.4, ("arithmetic", "code"): 0.4, ("arithmetic", "safe"): 0.4},
@@ -41,6 +43,20 @@ def sample(task: str, level: float, num_prompts: int, stream: random.Random) -> 
         num_informative=sum(0.0 < s < 1.0 for s in solved),
         reward_mean=mean(solved),
         reward_std=mean(math.sqrt(s * (1.0 - s)) for s in solved),
+        headroom=mean(1.0 - (s * GROUP - 1.0) / (GROUP - 1.0) if s else 0.0 for s in solved),
+    )
+
+
+def sample_form(num_prompts: int, stream: random.Random) -> TaskStats:
+    """Return a step of groups of which no response is right: half of them get ``FORM`` for their form."""
+    shown = [sum(stream.random() < 0.5 for _ in range(GROUP)) / GROUP for _ in range(num_prompts)]
+    return TaskStats(
+        task="form",
+        num_prompts=num_prompts,
+        num_informative=sum(0.0 < s < 1.0 for s in shown),
+        reward_mean=FORM * mean(shown),
+        reward_std=FORM * mean(math.sqrt(s * (1.0 - s)) for s in shown),
+        headroom=FORM * mean(1.0 - (s * GROUP - 1.0) / (GROUP - 1.0) if s else 0.0 for s in shown),
     )
 
 
@@ -51,23 +67,34 @@ def bound(policy: str, weights: Mapping[str, float]) -> DynamicTaskWeightSchedul
     return scheduler
 
 
-def learn(policy: str, seed: int, steps: int = 1500) -> tuple[float, float, float]:
-    """Return the worst task's level at the end, its mean over the steps, and the tasks' mean at the end."""
-    scheduler, stream = bound(policy, dict.fromkeys(STARTS, 1.0)), random.Random(seed)
+def learn(
+    policy: str, seed: int, steps: int = 1500, *, with_form: bool = False
+) -> tuple[float, float, float, float]:
+    """Return the worst task's level at the end, its mean over the steps, and the tasks' mean at the end.
+
+    ``with_form`` adds a task that is never solved and whose responses differ in form; the last number is the
+    mean of its share.
+    """
+    tasks = [*STARTS, "form"] if with_form else list(STARTS)
+    scheduler, stream = bound(policy, dict.fromkeys(tasks, 1.0)), random.Random(seed)
     practice, worst, levels = dict.fromkeys(STARTS, 0), [], dict(STARTS)
+    wasted = 0
     for step in range(steps):
         if step % 25 == 0:
             held_out = {t: mean(stream.random() < p for _ in range(256)) for t, p in levels.items()}
             errors = {t: math.sqrt(level * (1.0 - level) / 256) for t, level in held_out.items()}
             scheduler.calibrate(held_out, step, errors)
         quotas = scheduler.quotas(PROMPTS, step)
+        num_form = quotas.pop("form", 0)
+        wasted += num_form
         stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
-        scheduler.update(stats, step)
+        form = {"form": sample_form(num_form, stream)} if num_form else {}
+        scheduler.update(stats | form, step)
         for task, own in stats.items():
             practice[task] += own.num_informative
             levels[task] = 1.0 - (1.0 - STARTS[task]) * math.exp(-practice[task] / TAUS[task])
         worst.append(min(levels.values()))
-    return worst[-1], mean(worst), mean(levels.values())
+    return worst[-1], mean(worst), mean(levels.values()), wasted / (steps * PROMPTS)
 
 
 def learn_with_transfer(policy: str, planted: str, seed: int, steps: int = 1000) -> tuple[float, float]:
@@ -121,6 +148,12 @@ def main() -> None:
         shown = f"{distance:.3f}" if policy != "uniform" else "-"
         cells = " | ".join(f"{figure:.3f}" for figure in figures)
         sys.stdout.write(f"| `{policy}` | {cells} | {shown} |\n")
+    sys.stdout.write("\n| policy | worst of the others | their mean | share of the task of form |\n")
+    sys.stdout.write("|---|---|---|---|\n")
+    for policy in POLICIES:
+        runs = [learn(policy, seed, with_form=True) for seed in range(SEEDS)]
+        cells = " | ".join(f"{mean(run[i] for run in runs):.3f}" for i in (0, 2, 3))
+        sys.stdout.write(f"| `{policy}` | {cells} |\n")
     sys.stdout.write("\n| policy | " + " | ".join(TRANSFER) + " |\n|---|" + "---|" * len(TRANSFER) + "\n")
     for policy in TRANSFER_POLICIES:
         pairs = []

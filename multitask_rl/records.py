@@ -455,6 +455,8 @@ class TaskStats:
     """Mean reward over the step's slots, rejected ones included; NaN without slots."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
+    headroom: float = math.nan
+    """Mean over groups of the best reward minus the mean of the others; NaN without a group of two."""
     lowest: Sequence[float] = ()
     """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
     highest: Sequence[float] = ()

@@ -12,10 +12,16 @@ from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times its learnability.
 
-    ``s_k = (target_k - J_k)^+ * sqrt(min(1, max(nz_k, min_informative) / enough_informative))``, cleared of
-    noise (``SchedulerPolicy.clear``), ``r = prior * s^a / sum(prior * s^a)``, with ``J_k`` the smoothed level
-    in [0, 1], ``nz_k`` the smoothed share of groups with a gradient and ``a`` the sharpness. If all tasks are
-    at their targets, the weights are the prior.
+    ``s_k = d_k * l_k``, cleared of noise (``SchedulerPolicy.clear``), ``r = prior * s^a / sum(prior * s^a)``,
+    with ``d_k = (target_k - J_k)^+``, ``J_k`` the smoothed level in [0, 1] and ``a`` the sharpness. If all
+    tasks are at their targets, the weights are the prior.
+
+    ``l_k = sqrt(min(1, nz_k / enough_informative)) * min(1, h_k / (nz_k * d_k * enough_headroom))`` is the
+    learnability, and not below its value at ``nz_k = min_informative``. ``nz_k`` is the smoothed share of
+    groups with a gradient, ``h_k`` the smoothed distance from the best response of a group to the mean of the
+    others, so ``h_k / nz_k`` is that of a group with a gradient. Where it is a small part of the distance to
+    the target, the groups differ, but not in what is missing: in their form, say, for a tenth of the reward.
+    With 0/1 rewards it never is.
 
     Learnability holds back tasks that do not learn yet. It must not rank tasks that do learn: a task has few
     informative groups while it is hard, and again when most of its prompts are solved. At a = 1 the nearly
@@ -40,21 +46,39 @@ class DeficitLearnability(SchedulerPolicy):
         """Lower bound of the share of informative groups, so that a hard task keeps a weight."""
         enough_informative: PositiveFraction = 0.25
         """Share of informative groups at which a task counts as fully learnable."""
+        enough_headroom: PositiveFraction = 0.25
+        """Part of the way to the target by which the best response of an informative group has to exceed the
+        others for the task to count as fully learnable."""
 
     config: Config
+
+    def _start(self) -> None:
+        self._known: dict[str, tuple[tuple[int, int, int], tuple[float, float]]] = {}
+        """By task the trace that a score was made of, its steps and evaluations then, and the score."""
+
+    def _score(self, task: str) -> tuple[float, float]:
+        """Return the task's score and its standard error."""
+        config, trace, deficit = self.config, self.traces[task], self.deficit(task)
+        informative = max(trace.informative, config.min_informative)
+        factor, factor_error = 1.0, 0.0
+        if informative < config.enough_informative:
+            factor = math.sqrt(informative / config.enough_informative)
+            factor_error = min(0.5, 0.5 * factor * trace.with_gradient.error(1.0) / informative)
+        headroom, error = trace.headroom
+        enough = config.enough_headroom * deficit * informative
+        if headroom < enough:
+            factor, factor_error = factor * headroom / enough, factor * error / enough
+        factor = max(factor, math.sqrt(config.min_informative / config.enough_informative))
+        return deficit * factor, math.hypot(factor * trace.level_error, deficit * factor_error)
 
     def _preferences(self) -> dict[str, float]:
         config, scores, errors = self.config, dict[str, float](), dict[str, float]()
         for task, trace in self.traces.items():
             if trace.steps:
-                learnable, learnable_error = 1.0, 0.0
-                informative = max(trace.informative, config.min_informative)
-                if informative < config.enough_informative:
-                    learnable = math.sqrt(informative / config.enough_informative)
-                    learnable_error = min(0.5, 0.5 * learnable * trace.with_gradient.error(1.0) / informative)
-                deficit = self.deficit(task)
-                scores[task] = deficit * learnable
-                errors[task] = math.hypot(learnable * trace.level_error, deficit * learnable_error)
+                seen, known = (id(trace), trace.steps, trace.evaluations), self._known.get(task)
+                if known is None or known[0] != seen:
+                    known = self._known[task] = (seen, self._score(task))
+                scores[task], errors[task] = known[1]
         top = max(scores.values(), default=0.0)
         if not top > 0.0:
             return dict.fromkeys(self.tasks, 0.0)

@@ -95,6 +95,8 @@ class TaskTrace:
     """The watched value, unscaled: the scale is applied on reading, so a wider range rescales old values."""
     within: Average = field(default_factory=Average)
     """The standard deviation of the reward within groups, in the reward's unit."""
+    above: Average = field(default_factory=Average)
+    """The best reward of a group minus the mean of the others, in the reward's unit."""
     with_gradient: Average = field(default_factory=Average)
     """The share of groups with a gradient."""
     offset: float = 0.0
@@ -132,6 +134,8 @@ class TaskTrace:
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         self.raw.add(value, n, gain)
         self.within.add(std, n, gain)
+        if metric_key == REWARD_SCORE and math.isfinite(stats.headroom):
+            self.above.add(stats.headroom, n, gain if self.above.steps else 1.0)
         self.with_gradient.add(stats.num_informative / n, n, gain)
         change = place(self.raw.value, *self._scale) - place(before, *self._scale)
         return change if self.steps > 1 else 0.0
@@ -164,6 +168,17 @@ class TaskTrace:
         return self.within.value / width, self.within.error(0.5 * width) / width
 
     @property
+    def headroom(self) -> tuple[float, float]:
+        """How far the best of a group is above the others, on the scale of levels, and its error.
+
+        1 while no group has told.
+        """
+        low, high = self._scale
+        if not self.above.steps:
+            return 1.0, 0.0
+        return max(0.0, self.above.value) / (high - low), self.above.error(high - low) / (high - low)
+
+    @property
     def informative(self) -> float:
         """Smoothed share of groups with a gradient; 1 before any step."""
         return self.with_gradient.value if self.steps else 1.0
@@ -179,7 +194,7 @@ class TaskTrace:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
         """Return the trace whose ``asdict`` is ``state``."""
-        averages = {name: Average(**state[name]) for name in ("raw", "within", "with_gradient")}
+        averages = {name: Average(**state[name]) for name in ("raw", "within", "above", "with_gradient")}
         return cls(**{**state, **averages, "shown": ShownRange(**state["shown"]), "known_range": known_range})
 
 

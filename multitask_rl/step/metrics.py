@@ -72,6 +72,11 @@ def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
     return has_variance(rewards) or costs_differ(task, group)
 
 
+def _headroom(rewards: Sequence[float]) -> float:
+    best, number = max(rewards), len(rewards)
+    return max(0.0, best - (math.fsum(rewards) - best) / (number - 1))  # equal rewards: the sum is rounded
+
+
 def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) -> TaskStats:
     """Return the statistics for the scheduler.
 
@@ -89,13 +94,14 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
     task.warnings += task.metrics.unearned(everything)
     shown = [own for own in task.metrics.slot_rewards(everything).values() if own]
     credited = [group_rewards(task, group) for group in groups.values()]
-    spreads = [statistics.pstdev(group) for group in credited if len(group) > 1]
+    several = [group for group in credited if len(group) > 1]
     return TaskStats(
         task=task.spec.name,
         num_prompts=len(groups),
         num_informative=sum(has_spread(task, g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
-        reward_std=math.fsum(spreads) / len(spreads) if spreads else 0.0,
+        reward_std=statistics.fmean(map(statistics.pstdev, several)) if several else 0.0,
+        headroom=statistics.fmean(map(_headroom, several)) if several else math.nan,
         lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],
         highest=sorted((max(own) for own in shown), reverse=True)[:NUM_EXTREMES],
         metrics={**{name: own.mean for name, own in found.items()}, **metrics},
@@ -232,6 +238,7 @@ def step_numbers(
             **s.metrics,
             "reward_mean": s.reward_mean,
             "reward_std": s.reward_std,
+            **({"headroom": s.headroom} if math.isfinite(s.headroom) else {}),
             "informative_rate": s.num_informative / max(1, s.num_prompts),
             "samples_per_s": counts[name] / seconds,
             "tokens_per_s": tokens[name] / seconds,

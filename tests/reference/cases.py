@@ -115,7 +115,7 @@ def _past(rng: random.Random) -> Past:
     return Past(
         dead_steps=rng.choice([0, 250, 270, 1000]),
         level=rng.choice([0.0, 0.0, 0.3, 0.95]),
-        after=rng.choice(["alive", "solved", "rare"]),
+        after=rng.choice(["alive", "form", "solved", "rare"]),
     )
 
 

@@ -71,7 +71,7 @@ TOKEN_METRICS += ("mismatch", "kl_loss", "nll", "value_loss", "value_clip_fracti
 CREDIT_METRICS = ("kl", "response_kl", "reward_scale", "advantage_rms", "reward_running_mean")
 CREDIT_METRICS += ("value_mean", "value_scale")
 STEP_METRICS = ("weight", "share_requested", "share_sampled", "share_trained", "kl_coefficient")
-STEP_METRICS += ("reward_std", "informative_rate")
+STEP_METRICS += ("reward_std", "headroom", "informative_rate")
 
 
 @dataclass

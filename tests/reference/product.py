@@ -503,6 +503,7 @@ def _stats(task: str, groups: Sequence[Sequence[float]]) -> TaskStats:
         num_informative=sum(max(own) > min(own) for own in groups),
         reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
         reward_std=math.fsum(map(_std, groups)) / max(1, len(groups)),
+        headroom=math.fsum(max(own) - _rest(own) for own in groups) / len(groups) if groups else math.nan,
         lowest=sorted(min(own) for own in groups)[:3],
         highest=sorted((max(own) for own in groups), reverse=True)[:3],
     )
@@ -513,9 +514,13 @@ def _std(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
 
 
+def _rest(values: Sequence[float]) -> float:
+    return (math.fsum(values) - max(values)) / (len(values) - 1)
+
+
 def _seen(groups: Sequence[Sequence[float]]) -> Seen:
     stats = _stats("", groups)
-    return Seen(stats.num_prompts, stats.num_informative, stats.reward_mean, groups)
+    return Seen(stats.num_prompts, stats.num_informative, stats.reward_mean, groups, stats.headroom)
 
 
 def delay_of(case: Case) -> Callable[[str, int], int]:

@@ -13,6 +13,7 @@ from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, UnlearnableGate
+from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.records import Direction
@@ -251,6 +252,10 @@ def the_way_has_no_start(patch):
     patch.setattr(Straggler, "_remaining", Straggler.deficit)
 
 
+def differences_of_form_count_in_full(patch):
+    patch.setattr(TaskTrace, "headroom", property(lambda self: (1.0, 0.0)))
+
+
 def improvement_is_ignored(patch):
     real = MTGRPO._learn
 
@@ -326,6 +331,9 @@ FAULTS = {
     the_gate_never_holds: lambda case: case.past_steps > 250 and was_dead(case, 1000),
     the_gate_never_releases: lambda case: case.past_steps > 250 and was_dead(case, 250),
     the_way_has_no_start: adapts("straggler"),
+    differences_of_form_count_in_full: lambda case: (
+        adapts("deficit_learnability")(case) and any(p.after == "form" for p in case.past.values())
+    ),
     improvement_is_ignored: adapts("mt_grpo"),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }

@@ -87,8 +87,8 @@ class Past:
     level: float
     """Of the rewards' range, while its groups are alike."""
     after: str
-    """``alive`` (responses differ), ``solved`` (all earn the most), ``dead`` or ``rare`` (one in eight
-    groups differs)."""
+    """``alive`` (responses differ), ``form`` (they differ a little), ``solved`` (all earn the most), ``dead``
+    or ``rare`` (one in eight groups differs)."""
 
 
 def past_rewards(seed: int, task: str, past: Past, step: int, ends: tuple[float, float]) -> list[list[float]]:
@@ -102,5 +102,7 @@ def past_rewards(seed: int, task: str, past: Past, step: int, ends: tuple[float,
             state = "alive" if rng.random() < 0.125 else "dead"
         same = {"dead": past.level, "solved": 1.0}.get(state)
         places = [rng.random() if same is None else same for _ in range(3)]
+        if state == "form":
+            places = [0.1 * (past.level + place) for place in places]
         groups.append([low + (high - low) * place for place in places])
     return groups

@@ -48,6 +48,8 @@ class Seen:
     """Of the reward over slots; NaN where no slot has one."""
     shown: Sequence[Sequence[float]]
     """Rewards of each group."""
+    headroom: float
+    """Mean over groups of at least two of their best reward less the mean of the rest; NaN without one."""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class Trace:
     prompts: int = 0
     mean: Average = field(default_factory=Average)
     informative: Average = field(default_factory=Average)
+    above: Average = field(default_factory=Average)
+    """Headroom."""
     lowest: list[float] = field(default_factory=list)
     """Smallest reward of each group, of the three smallest."""
     highest: list[float] = field(default_factory=list)
@@ -70,6 +74,8 @@ class Trace:
         gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.prompts)
         self.mean.add(seen.mean, seen.prompts, gain)
         self.informative.add(seen.informative / seen.prompts, seen.prompts, gain)
+        if not math.isnan(seen.headroom):
+            self.above.add(seen.headroom, seen.prompts, gain if self.above.steps else 1.0)
         self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
         self.highest = sorted(self.highest + [max(own) for own in seen.shown])[-3:]
 
@@ -244,6 +250,14 @@ class Scheduler:
             if rate < 0.25:
                 learnable = math.sqrt(rate / 0.25)
                 error = min(0.5, 0.5 * learnable * trace.informative.error(1.0) / rate)
+            low, high = trace.ends(self.settings[name].range_of("reward"))
+            if trace.above.steps and deficit > 0.0:
+                # of a group that teaches, as a part of the way that is left
+                part = trace.above.value / (high - low) / rate / deficit
+                if part < 0.25:
+                    doubt = trace.above.error(high - low) / (high - low) / rate / deficit
+                    learnable, error = learnable * part / 0.25, learnable * doubt / 0.25
+            learnable = max(learnable, math.sqrt(0.02 / 0.25))
             scores[name] = deficit * learnable
             errors[name] = math.hypot(learnable * self.level_error(name), deficit * error)
         top = max(scores.values(), default=0.0)

@@ -110,15 +110,18 @@ def shown_rewards(task: Task, attempts: Sequence[Attempt], refused: Refused) -> 
 
 def step_statistics(
     task: Task, attempts: Sequence[Attempt], refused: Refused
-) -> tuple[int, int, float, float, dict[str, Number]]:
-    """Return groups, those with a spread, mean and deviation within groups of the reward, all numbers."""
+) -> tuple[int, int, float, float, float, dict[str, Number]]:
+    """Return groups, those with a spread, mean, deviation and headroom of rewards in groups, all numbers."""
     groups = list(groups_of(attempts).values())
     rewards = [r for g in groups if len(r := credited_rewards(task, g)) > 1]
-    deviations = []
+    deviations, above = [], []
     for own in rewards:
         mean = math.fsum(own) / len(own)
         deviations.append(math.sqrt(math.fsum((r - mean) ** 2 for r in own) / len(own)))
+        *rest, best = sorted(own)
+        above.append(best - math.fsum(rest) / len(rest))
     numbers = describe(task, attempts, refused)
     mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
     spread = math.fsum(deviations) / len(deviations) if deviations else 0.0
-    return len(groups), sum(has_spread(task, g) for g in groups), mean, spread, numbers
+    headroom = math.fsum(above) / len(above) if above else math.nan
+    return len(groups), sum(has_spread(task, g) for g in groups), mean, spread, headroom, numbers

@@ -446,12 +446,16 @@ class Run:
         num_drawn, seen = len({a.group for a in drawn}), {}
         for task in settings.tasks:
             attempts = [a for a in drawn if a.task == task.name]
-            n, spread, mean, std, own_numbers = step_statistics(task, attempts, self.refused[task.name])
+            n, spread, mean, std, headroom, own_numbers = step_statistics(
+                task, attempts, self.refused[task.name]
+            )
             shown = shown_rewards(task, attempts, self.refused[task.name])
-            seen[task.name] = Seen(n, spread, mean, shown)
+            seen[task.name] = Seen(n, spread, mean, shown, headroom)
             numbers[task.name] = own_numbers
             own = metrics[task.name]
             own |= {"reward_std": std, "informative_rate": spread / max(1, n)}
+            if math.isfinite(headroom):
+                own["headroom"] = headroom
             own |= {
                 "weight": batch.shares[task.name],
                 "share_requested": batch.quotas[task.name] / max(1, sum(batch.quotas.values())),

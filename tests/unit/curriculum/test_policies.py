@@ -331,3 +331,35 @@ def test_progress_is_measured_on_one_scale_when_the_scale_changes() -> None:
 
 def test_softmax_survives_large_logits() -> None:
     assert softmax({"a": 1000.0, "b": 1000.0, "c": -1000.0}) == {"a": 0.5, "b": 0.5, "c": 0.0}
+
+
+def test_deficit_learnability_holds_back_a_task_whose_groups_differ_in_form_alone() -> None:
+    policy = _build(DeficitLearnability, "abcd")
+    policy.update(
+        {
+            "a": replace(_stats("a", 0.05), headroom=0.05),
+            "b": replace(_stats("b", 0.05), headroom=0.5),
+            "c": replace(_stats("c", 0.05), headroom=math.nan),  # groups of one
+            "d": replace(_stats("d", 0.5, informative=0.0), headroom=0.0),
+        },
+        0,
+    )
+    weights = policy.weights()
+    assert weights["b"] == pytest.approx(weights["c"])
+    # half of the groups are informative: their best exceeds the others by 0.1 of a distance of 0.95
+    factor = 0.1 / (0.25 * 0.95)
+    assert weights["a"] / weights["b"] == pytest.approx(factor**policy.config.sharpness, rel=1e-3)
+    assert weights["d"] < weights["a"]
+
+
+def test_the_score_of_a_task_is_made_anew_after_steps_evaluations_and_a_resume() -> None:
+    policy, other = (_build(DeficitLearnability, "ab") for _ in range(2))
+    for step in range(4):
+        policy.update({"a": _stats("a", 0.2 + 0.1 * step)}, step)
+        policy.update({"b": _stats("b", 0.5)}, step)
+        policy.weights()
+    policy.calibrate({"a": 0.1, "b": 0.6})
+    other.weights()
+    other.load_state_dict(policy.state_dict())
+    assert policy.weights() == other.weights()
+    assert policy.weights()["a"] > 0.9
