@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from forked import run_forked
 from multitask_rl.cli import COMMANDS, main
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig
@@ -169,6 +170,50 @@ def test_commands_of_a_page_are_commands(
             main([*name.split(), "--help"])
         told = capsys.readouterr().out
         assert [option for option in options if option not in told] == [], command
+
+
+OURS = r"python ((?:benchmarks|docs|examples)/"
+SCRIPT = re.compile(rf"(?:^ *{OURS}.*)|`{OURS}[^`]*)`)", re.MULTILINE)
+PARSE = """
+import argparse, json, os, runpy, sys
+
+class Parsed(BaseException):
+    pass
+
+def parse_only(self, *given, parse=argparse.ArgumentParser.parse_args, **named):
+    parse(self, *given, **named)
+    raise Parsed
+
+argparse.ArgumentParser.parse_args = parse_only
+for command in json.loads(sys.argv[1]):
+    sys.argv = command
+    sys.path[0] = os.path.dirname(command[0])
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+        print(command, "asked for no arguments")
+    except Parsed:
+        pass
+    except BaseException as error:
+        print(command, repr(error))
+"""
+
+
+def test_scripts_of_the_pages_take_the_arguments_given(tmp_path: Path) -> None:
+    """Each exists; its parser gets what a page gives it, and nothing after that is done."""
+    texts = [page.read_text(encoding="utf-8") for page in PAGES if page.suffix == ".md"]
+    found = {"".join(parts) for text in texts for parts in SCRIPT.findall(text)}
+    parsed = list[list[str]]()
+    for command in sorted(found):
+        script, *arguments = shlex.split(command, comments=True)
+        source = (ROOT / script).read_text(encoding="utf-8")
+        if "parse_args" in source:
+            parsed.append([script, *arguments])
+        else:
+            assert "sys.argv" in source or not arguments, command
+    assert len(parsed) > 35
+    (tmp_path / "parse.py").write_text(PARSE)
+    done = run_forked(tmp_path / "parse.py", json.dumps(parsed), cwd=ROOT)
+    assert done.stdout == "", done.stderr
 
 
 def test_the_first_page_has_tasks_and_a_reward_that_score(

@@ -29,6 +29,7 @@ PAGES = [
     "constraints.md",
     "flow.md",
     "python.md",
+    "sandbox.md",
     "coming-from-trl.md",
     "coming-from-verl.md",
     "coming-from-openrlhf.md",
@@ -48,7 +49,7 @@ def shell(folder: Path, program: str, arguments: list[str]) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
-    assert len(blocks) >= 2
+    assert blocks
     script = ""
     for language, file, text in blocks:
         if file:
@@ -62,6 +63,12 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
         elif language == "bash":
             for line in text.replace("\\\n", "").splitlines():
                 command(line, tmp_path)
+
+
+def test_every_page_with_python_is_run() -> None:
+    pages = {page.name for page in DOCS.glob("*.md") if "```python" in page.read_text(encoding="utf-8")}
+    elsewhere = {"index.md"}  # tests/test_docs.py has its reward
+    assert pages - {*PAGES, *elsewhere} == set()
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
