@@ -91,7 +91,10 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
             "-" if c is None else f"{c['delta']:+.3f} ±{number((c['high'] - c['low']) / 2)}" for c in changes
         ]
         table.append(["{} to {}".format(*own["steps"]), *shares, *cells])
-    parts = [ruled(table)]
+    parts = [
+        "between evaluations: share of the groups that gave a gradient (0: none of the task's did, whatever "
+        "its weight), change of each held-out result:\n" + ruled(table)
+    ]
     effects = {(row["trained"], row["task"]): row for row in influence["effects"]}
     if effects:
         of = list(dict.fromkeys(task for _, task in effects))

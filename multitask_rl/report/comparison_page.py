@@ -124,6 +124,9 @@ def _held_out(
             evaluations = [evaluation for evaluation, _ in at[step]]
             crossed = len({(e.prompts, len(e.values)) for e in evaluations}) == 1
             ends = mean_of_arm([e.values for e in evaluations], crossed=crossed)
+            if len(evaluations) == 1 and math.isnan(ends[1]):  # all values are equal
+                half = 1.96 * evaluations[0].error
+                ends = ends[0], ends[0] - half, ends[0] + half
             for key, value in zip(("y", "low", "high"), ends, strict=True):
                 curve[key].append(_rounded(value))
         for cost in COSTS[1:]:

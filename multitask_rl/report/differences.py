@@ -79,7 +79,7 @@ def difference_rows(pairs: Mapping[Key, Pair]) -> dict[Key, dict[str, Any]]:
             "seeds": [len(pair.first), len(pair.second)],
             "paired_seeds": pair.paired_seeds,
             "verdict": difference.verdict(first.direction is not Direction.lower, p_value),
-            "reason": _why_nothing_is_said(pair, difference),
+            "reason": "; ".join(filter(None, (_why_nothing_is_said(pair, difference), _left_out(pair)))),
         }
     return rows
 
@@ -95,6 +95,15 @@ def _why_nothing_is_said(pair: Pair, difference: Difference) -> str:
     if difference.n and math.isnan(difference.low):
         return "no interval: the values do not vary"
     return ""
+
+
+def _left_out(pair: Pair) -> str:
+    """Return how many held-out prompts of two evaluations have no value on both sides; empty if all have."""
+    if not pair.paired or len(pair.first) > 1 or len(pair.second) > 1:
+        return ""
+    values = list(zip(pair.first[0].values, pair.second[0].values, strict=True))
+    number = sum(not math.isfinite(a - b) for a, b in values)
+    return f"{number} of {len(values)} held-out prompts were not scored on both sides" if number else ""
 
 
 def config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -18,7 +18,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.report.samples import CHUNK, Samples, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.report.summary import summarise_run
-from multitask_rl.statistics.intervals import summarise
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ALARM_KINDS
 from multitask_rl.tracking.jsonl import RECORDS
@@ -243,9 +242,11 @@ def _without_signal(
         if rate >= _HARDLY:
             continue
         rewards = [own[name] for own in late if (name := f"task/{task}/reward_mean") in own]
-        mean = f" (mean reward {statistics.fmean(rewards):.3g})" if rewards else ""
+        if not rewards:  # it learns from answers or a teacher
+            continue
         reason = (
-            f"in its last {len(late)} steps {rate:.1%} of its groups had rewards that differ{mean}, so it "
+            f"in its last {len(late)} steps {rate:.1%} of its groups had rewards that differ "
+            f"(mean reward {statistics.fmean(rewards):.3g}), so it "
             "gave hardly a gradient: it is too hard, or solved, or its reward does not tell responses apart"
         )
         found.append(
@@ -283,13 +284,14 @@ def _held_out(run: RunRecord) -> list[dict[str, Any]]:
     steps = sorted({evaluation.step for history in run.evaluations.values() for evaluation in history})
     lines = []
     for task, history in run.evaluations.items():
-        own: dict[int, tuple[float, float, float]] = {}
-        for evaluation in history:
-            found = summarise(evaluation.values)
-            own[evaluation.step] = found.mean, *found.interval
+        own = {evaluation.step: (evaluation.mean, 1.96 * evaluation.error) for evaluation in history}
+        sides = {"y": 0, "low": -1, "high": 1}
         ends = {
-            side: [_rounded(own[step][i]) if step in own else None for step in steps]
-            for i, side in enumerate(("y", "low", "high"))
+            side: [
+                _rounded(own[step][0] + (sign * own[step][1] if sign else 0)) if step in own else None
+                for step in steps
+            ]
+            for side, sign in sides.items()
         }
         lines.append({"name": task, **ends})
     note = "mean of the primary metric, 95 % interval"

@@ -43,8 +43,8 @@ function showOverview(data) {
   const body = section("overview", "Overview");
   refresh(body, [data.alarms, result.tasks, data.tiles, result.influence, result.constraints, data.gradients], () => {
     const verdicts = { better: "good", worse: "bad" };
-    const rows = Object.entries(result.tasks).map(([task, row]) => [task, row.before, row.after, row.delta,
-      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict),
+    const rows = Object.entries(result.tasks).map(([task, row]) => [task,
+      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict), row.before, row.after, row.delta,
       row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n, row.metric]);
     const limits = result.constraints.map(row => [`${row.task} · ${row.constraint}`, row.before, row.violation_rate, row.upper_bound, row.limit,
       make("span", { class: row.satisfied ? "good" : "bad" }, row.satisfied ? "kept" : "not shown to be kept")]);
@@ -52,9 +52,11 @@ function showOverview(data) {
       make("dl", { class: "tiles" }, data.tiles.map(([name, value, more]) =>
         make("div", {}, make("dt", {}, name), make("dd", {}, digits(value), more ? make("small", {}, more) : null)))),
       make("h3", {}, "What went wrong"),
-      make("ul", { class: "plain scroll", tabindex: 0, "aria-label": "What went wrong" }, data.alarms.length ? data.alarms.map(told) : make("li", { class: "good" }, "No warning, alarm or rollback.")),
+      make("ul", { class: "plain scroll card", tabindex: 0, "aria-label": "What went wrong" }, data.alarms.length ? data.alarms.map(told) : make("li", { class: "good" }, "No warning, alarm or rollback.")),
       make("p"),
-      table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "first", "last", "difference", "verdict", "interval", "n", "metric"], rows),
+      table("Held out: first evaluation against last, 95 % intervals of the difference", ["task", "verdict", "first", "last", "difference", "interval", "n", "metric"], rows),
+      make("ul", { class: "plain small" }, Object.entries(result.tasks).filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
+      make("p"),
       ...changed(result),
       data.gradients.steps ? gradients(data.gradients) : null,
       limits.length ? table("Limits of constraints at the last evaluation", ["constraint", "first rate", "rate", "upper bound", "limit", ""], limits) : null,
@@ -85,7 +87,7 @@ function changed({ turnover, influence }) {
   if (reason) found.push(make("p", { class: "muted" }, `What training on one task changed in others is not told: ${reason}.`));
   const change = own => (own ? `${digits(own.delta)}${own.low === null ? "" : ` ± ${digits((own.high - own.low) / 2)}`}` : "–");
   found.push(make("details", {}, make("summary", {}, "Shares and changes between evaluations"),
-    table("Share of the groups trained on, and change of each held-out result with the half width of its 95 % interval",
+    table("Share of the groups that gave a gradient (0: none of the task's did, whatever its weight), and change of each held-out result with the half width of its 95 % interval",
       ["steps", ...trained.map(task => `share ${task}`), ...tasks.map(task => `change ${task}`)],
       intervals.map(own => [`${own.steps[0]} to ${own.steps[1]}`, ...trained.map(task => own.shares[task] ?? "–"), ...tasks.map(task => change(own.changes[task]))]))));
   return found;

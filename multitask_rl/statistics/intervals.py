@@ -60,8 +60,9 @@ def summarise(
 
     The error counts prompts, because values of one prompt are correlated (linearised error of a ratio,
     Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their declared range,
-    by default 0 and 1, are a rate. The error of a rate is at least Agresti and Coull's (two successes and two
-    failures added): above 0 even if the event has not occurred.
+    0 and 1 if none is declared, are a rate; a metric without an upper end, such as a loss, is none. The error
+    of a rate is at least Agresti and Coull's (two successes and two failures added): above 0 even if the
+    event has not occurred.
 
     ``prompts`` holds the prompt of each value (empty = all differ); ``Statistic.values`` are the means of the
     prompts in ``keep``, in this order.
@@ -78,7 +79,8 @@ def summarise(
         excess = math.fsum(math.fsum(value - mean for value in own) ** 2 for own in by_prompt.values())
         error = math.sqrt(excess * units / (units - 1)) / n
     bottom, top = (low, high) if math.isfinite(high - low) else (0.0, 1.0)
-    if n and top > bottom and all(value in (bottom, top) for value in found):
+    has_ends = math.isfinite(low) == math.isfinite(high)
+    if n and has_ends and top > bottom and all(value in (bottom, top) for value in found):
         rate = ((mean - bottom) / (top - bottom) * n + 2) / (n + 4)
         least = (top - bottom) * math.sqrt(rate * (1 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)

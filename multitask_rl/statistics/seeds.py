@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from multitask_rl.statistics.intervals import Difference, compare_means, is_noise, summarise
+from multitask_rl.statistics.intervals import Difference, compare_means, is_noise
 
 Values = NDArray[np.float64]
 _SHARPNESS = 4 / 3
@@ -162,8 +162,8 @@ def compare_arms(
 def mean_of_arm(values: Sequence[Sequence[float]], *, crossed: bool = True) -> tuple[float, float, float]:
     """Return the mean of an arm [runs, held-out prompts] and the ends of its 95 % interval.
 
-    Of several runs it is the interval of other seeds and prompts, of one run that of other prompts. Without
-    variance it is NaN, but for a rate of one run (``summarise``). ``crossed`` as in ``compare_arms``.
+    Of several runs it is the interval of other seeds and prompts, of one run that of other prompts; it is NaN
+    without variance. ``crossed`` as in ``compare_arms``.
     """
     if len(values) > 1 and not crossed:
         runs = np.array([float(np.nanmean(_array(run))) for run in values])
@@ -190,8 +190,6 @@ def mean_of_arm(values: Sequence[Sequence[float]], *, crossed: bool = True) -> t
             error, degrees = float(np.var(per_prompt, ddof=1)) / len(per_prompt), len(per_prompt) - 1
             spread = Spread(seeds=0.0, seeds_degrees=1.0, prompts=error, prompts_degrees=degrees, total=error)
     half = spread.half_width() if spread.total > 0 else math.nan
-    if len(values) == 1 and spread.total == 0 and (error := summarise(per_prompt.tolist()).error) > 0:
-        half = 1.96 * error
     return mean, mean - half, mean + half
 
 

@@ -266,6 +266,15 @@ def test_report_shows_before_and_after_weights_and_events(
     assert result["weights"]["math"]["10"] == 0.25
 
 
+def test_report_says_how_many_held_out_prompts_have_no_value(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first: Values = [0.0, 0.5, None, 0.0, 1.0]
+    run = _write_run(tmp_path / "a", [(0, "math", first), (8, "math", [1.0, None, 0.5, 0.5, 0.5])])
+    assert main_report([str(run)]) == 0
+    assert "math: 2 of 5 held-out prompts were not scored on both sides" in capsys.readouterr().out
+
+
 def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def line(step: int, task: str, values: Values, metric: str = "reward", prompts: str = "p") -> str:
         entry = {"step": step, "task": task, "metric": metric, "prompts": prompts, "values": values}

@@ -210,7 +210,7 @@ def test_a_narrow_window_has_verdicts_and_decisions_in_sight(browser: Any, see: 
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
     browser.get(page.as_uri())
     see("#overview tbody span.muted, #overview tbody span.good")
-    assert browser.execute_script(BEYOND, "#overview tbody td:nth-child(5)") <= 0, "read without scrolling"
+    assert browser.execute_script(BEYOND, "#overview tbody td:nth-child(2)") <= 0, "read without scrolling"
     inside = "document.querySelector('#decisions .told').getBoundingClientRect().left"
     frame = "document.querySelector('#decisions ul').getBoundingClientRect().left"
     assert browser.execute_script(f"return {inside} - {frame}") > 8, "texts keep off the frame"
@@ -277,7 +277,7 @@ def test_a_reader_walks_through_compared_runs(browser: Any, see: Any, tmp_path: 
     assert ticks, "of both axes"
     assert all(len(tick.lstrip("-0.")) <= 2 for tick in ticks), f"round numbers: {ticks}"
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", NARROW)
-    read_first = "caption span, tbody th, #differences tbody td:nth-child(5)"
+    read_first = "caption span, tbody th, #differences tbody td:nth-child(2)"
     assert browser.execute_script(BEYOND, read_first) <= 0, "read without scrolling"
     scale = (
         "const svg = document.querySelector('.scatter'); return svg.clientWidth / svg.viewBox.baseVal.width"

@@ -186,6 +186,11 @@ def overrun(draw, reward):
     return replace(record, breakdown={"r": Score(value=reward, components={OVERRUN: 1.0})})
 
 
+def test_a_loss_of_zero_everywhere_is_no_rate() -> None:
+    assert summarise([0.0] * 8, low=0.0).error == 0.0
+    assert summarise([0.0] * 8).error > 0.1
+
+
 def test_what_is_worth_more_than_every_scored_response_is_told_once_with_its_setting():
     own = metrics(PluginTraits())
     scored = [answer(i, -1.0 - i / 100) for i in range(64)]
