@@ -9,9 +9,10 @@
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS base
-# git names the commit in a run's records; g++ builds the kernels that torch.compile and Triton make when a run starts
+# git names the commit in a run's records; g++ builds the kernels that torch.compile and Triton make when a run starts;
+# vLLM's CPU build loads libnuma
 RUN apt-get update \
- && apt-get install -y --no-install-recommends git g++ \
+ && apt-get install -y --no-install-recommends git g++ libnuma1 \
  && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1

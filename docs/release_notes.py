@@ -10,8 +10,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import yaml
-
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,7 +20,8 @@ def notes(version: str, root: Path = ROOT) -> str:
         SystemExit: the files disagree about the version, or the section is missing or empty.
     """
     package = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
-    cited = yaml.safe_load((root / "CITATION.cff").read_text(encoding="utf-8"))["version"]
+    found = re.search(r"^version: (\S+)$", (root / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
+    cited = found[1] if found else "none"
     if not version == package == cited:
         raise SystemExit(
             f"the tag says {version}, pyproject.toml {package}, CITATION.cff {cited}: "

@@ -1,7 +1,9 @@
 """What is published: versions agree, release notes come from the changelog, workflows call what exists."""
 
+import ast
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,19 @@ def test_workflows_and_image_call_what_exists():
     assert [name for name in files if not (ROOT / name).exists()] == []
     stages = re.findall(r"^FROM \S+ AS (\w+)$", commands, re.MULTILINE)
     assert set(re.findall(r"--target (\w+)", commands)) <= set(stages)
+
+
+def test_the_notes_are_made_before_any_package_is_installed():
+    tree = ast.parse((ROOT / "docs" / "release_notes.py").read_text(encoding="utf-8"))
+    names = [a.name for node in ast.walk(tree) if isinstance(node, ast.Import) for a in node.names]
+    names += [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert set(names) <= sys.stdlib_module_names
+
+
+def test_the_image_installs_extras_that_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (named,) = re.findall(r'"\.\[([\w,-]+)\]"', (ROOT / "Dockerfile").read_text(encoding="utf-8"))
+    assert set(named.split(",")) <= extras.keys()
 
 
 def test_issue_forms_have_what_github_asks_for():
