@@ -24,7 +24,7 @@ from typing import Any
 import ray
 
 from multitask_rl.boundary.channel import Channel
-from multitask_rl.config.run import BatchConfig, EvalConfig, RolloutConfig, TrackingConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig, RayConfig, RolloutConfig, TrackingConfig
 from multitask_rl.executor import engine as ray_engine
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams
@@ -79,6 +79,7 @@ class Group:
     def __init__(self, _name: str, make: Callable[[int], Any], size: int, **_: Any) -> None:
         self._objects = [make(index) for index in range(size)]
         self._answers: dict[int, Any] = {}
+        self.causes: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._objects)
@@ -89,15 +90,15 @@ class Group:
         self._answers[len(self._answers)] = getattr(self._objects[index], method)(*arguments)
         return len(self._answers) - 1
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
-        """Call several."""
-        return {i: self._answers[self.submit(i, method, *given)] for i, given in arguments.items()}, []
-
-    def first(self, calls: dict[int, int], _method: str) -> tuple[int, Any, bool]:
+    def poll(self, calls: Mapping[int, Any], _within: float) -> tuple[int, Any, bool]:
         """Return the oldest answer."""
         call = next(iter(calls))
         count("engines answers", self._answers[call])
-        return calls.pop(call), self._answers[call], False
+        return call, self._answers[call], False
+
+    def is_placed(self, _index: int) -> bool:
+        """Return True."""
+        return True
 
     def close(self) -> None:
         """Do nothing."""
@@ -140,9 +141,8 @@ def engines(directory: Path, number: int, most: int) -> dict[str, Any]:
     """Return what a step of ``number`` engines sends, in bytes, and the shape of the step."""
     actor: Actor = build_actor()
     settings, sampling = RolloutConfig(max_new_tokens=most), SamplingParams(max_new_tokens=most)
-    engine = ray_engine.RayEngine(
-        HFEngine, actor, settings, seed=0, output_dir=directory, num_replicas=number
-    )
+    replicas = RayConfig(num_engines=number)
+    engine = ray_engine.RayEngine(HFEngine, actor, settings, seed=0, output_dir=directory, ray=replicas)
     sent.clear()
     engine.update_weights(actor.state_dict(), 1)
     requests = [

@@ -311,6 +311,13 @@ class RayConfig(Settings):
 
     num_engines: Count = 1
     """Replicas of the rollout engine, each an actor with its own weights."""
+    min_engines: Natural = 0
+    """Replicas that the cluster must have room for at the start; the others join when it has. 0 = all."""
+    engine_timeout_s: Positive = 600.0
+    """Seconds without a decode step or an answer until a replica is killed and replaced. The time before its
+    first step, in which it loads and compiles, does not count."""
+    room_timeout_s: Positive = 1800.0
+    """Seconds for which a run without any replica waits for room in the cluster before it ends."""
     gpus_per_engine: NotNegative = 0.0
     """GPUs of each replica; 0 = CPU."""
     num_reward_pools: Count = 1

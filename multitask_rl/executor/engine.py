@@ -1,23 +1,30 @@
 """Engine replicas as Ray actors behind ``RolloutEngine``.
 
 Each sample has its own seed, so it is the same on every replica. Samples are yielded as they end. A replica
-that dies is restarted once with the newest weights; only its unfinished samples are repeated.
+that dies or hangs is started again where there is room. Its unfinished samples, and no others, are repeated
+by replicas that have nothing to do. A replica that has started joins with the newest weights.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.attention.float32 import FLOAT32
-from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig
 from multitask_rl.errors import EngineError
-from multitask_rl.executor.group import ActorGroup
+from multitask_rl.executor.group import ActorCall, ActorGroup
 from multitask_rl.executor.replica import EngineReplica, without_monitors
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
+from multitask_rl.records import Event
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.balance import share_out
@@ -25,8 +32,48 @@ from multitask_rl.training.balance import share_out
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LOG = logging.getLogger(__name__)
 _LINE = 64
 """Bytes of a line of the processor's cache."""
+_MOST_LOSSES = 3
+"""So many replicas may be lost with one sample: then the sample is the likely cause."""
+_BEAT_S = 10.0
+"""A replica at work answers at least so often."""
+_LATE = 2.0
+"""A share is late after so many times the seconds of the shares that have ended."""
+_LATE_S = 1.0
+"""A share is not late before."""
+_UPDATE_S = 10.0
+"""An update of weights that most replicas have done is late after so many seconds, at least."""
+
+
+@dataclass(slots=True)
+class _Share:
+    """The samples (request, index in it) that a replica was given."""
+
+    samples: set[tuple[int, int]]
+    work: list[tuple[int, list[int]]]
+    """The requests as the replica numbers them, with their samples."""
+    tokens: float
+    """That they take at most."""
+    began: float
+    is_late: bool = False
+
+    @classmethod
+    def of(cls, samples: Collection[tuple[int, int]], requests: Sequence[GenerationRequest]) -> _Share:
+        """Return the share of ``samples``, which begins now."""
+        work: dict[int, list[int]] = {}
+        for i, j in sorted(samples):
+            work.setdefault(i, []).append(j)
+        tokens = sum(most_tokens(_samples(requests[i], chosen)) for i, chosen in work.items())
+        return cls(set(samples), list(work.items()), tokens, time.monotonic())
+
+    def seconds_left(self, paces: Sequence[tuple[float, float]]) -> float:
+        """Return when the share is late; infinity if that is unknown, or it is late already."""
+        if self.is_late or not paces:
+            return math.inf
+        usual = max(seconds * max(1.0, self.tokens / tokens) for seconds, tokens in paces)
+        return self.began + max(_LATE_S, _LATE * usual) - time.monotonic()
 
 
 class RayEngine(RolloutEngine):
@@ -46,19 +93,18 @@ class RayEngine(RolloutEngine):
         *,
         seed: int,
         output_dir: Path,
-        num_replicas: int,
-        num_gpus: float = 0.0,
+        ray: RayConfig,
         num_cpus: float = 1.0,
     ) -> None:
         directory = (output_dir / "ray_start").resolve()
         actor.save_for_engine(directory)
-        device = "cuda" if num_gpus else "cpu"
+        device = "cuda" if ray.gpus_per_engine else "cpu"
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
         tokenizer, autocast = actor.tokenizer, actor.config.autocast
         attention = actor.model.config._attn_implementation.replace(FLOAT32, "sdpa")
         places = {name: own.data_ptr() % _LINE for name, own in actor.model.named_parameters()}
 
-        def make(index: int) -> EngineReplica:
+        def build(index: int) -> tuple[RolloutEngine, Actor]:
             from transformers import AutoModelForCausalLM
 
             if not directory.is_dir():
@@ -75,15 +121,40 @@ class RayEngine(RolloutEngine):
                     parameter.data = _placed(parameter.data, places.get(name, 0))
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
             own = directory / f"replica-{index}"
-            return EngineReplica(build_engine(engine, copy, config, seed=seed, output_dir=own), copy)
+            return build_engine(engine, copy, config, seed=seed, output_dir=own), copy
 
+        beat_s = min(_BEAT_S, ray.engine_timeout_s / 4)
         self.can_watch = engine.can_watch
+        self._limit_s, self._room_within_s = ray.engine_timeout_s, ray.room_timeout_s
         self._homes: dict[int, int] = {}
         """Conversation -> replica that sampled its last turn."""
+        self._ready: set[int] = set()
+        """Replicas with the newest weights."""
+        self._joining: dict[Any, ActorCall] = {}
+        """What the replicas that are started do: ``load``, then ``update_weights``."""
+        self._deaths = Counter[int]()
+        """Of replicas, since they were ready."""
+        self._events: list[tuple[str, str]] = []
+        self._absent = set(range(ray.num_engines))
+        """Replicas that are not ready, and not because they take weights."""
+        number = min(ray.min_engines or ray.num_engines, ray.num_engines)
         self._group: ActorGroup | None = ActorGroup(
-            "rollout replica", make, num_replicas, num_cpus=num_cpus, num_gpus=num_gpus
+            "rollout replica",
+            lambda index: EngineReplica(partial(build, index), beat_s),
+            ray.num_engines,
+            num_cpus=num_cpus,
+            num_gpus=ray.gpus_per_engine,
+            started=number,
         )
-        self.update_weights(actor.state_dict(), actor.policy_version)
+        try:
+            self._set_weights(actor.state_dict(), actor.policy_version)
+            for index in range(number):
+                self._load(index)
+            self._wait_for(number)
+        except BaseException:
+            self.close()
+            raise
+        self._events.clear()
 
     def _open(self) -> ActorGroup:
         if self._group is None:
@@ -94,66 +165,175 @@ class RayEngine(RolloutEngine):
         """Yield samples as they end, from all replicas (see ``RolloutEngine``)."""
         group = self._open()
         sent, monitors = without_monitors(requests)
-        # per request the samples that have not ended, in order
-        unfinished = [dict.fromkeys(range(len(request.seeds))) for request in requests]
-        shares = self._shares(requests, len(group))
-        # per replica its requests as it numbers them, with their samples
-        given: dict[int, list[tuple[int, list[int]]]] = {}
-        # call that has not returned -> replica
-        under_way: dict[Any, int] = {}
-        died: set[int] = set()
+        unfinished = {(i, j) for i, request in enumerate(requests) for j in range(len(request.seeds))}
+        given: dict[int, _Share] = {}
+        """By busy replica."""
+        waiting: set[tuple[int, int]] = set()
+        """Samples of replicas that were lost or are late."""
+        calls: dict[Any, ActorCall] = {}
+        losses = Counter[tuple[int, int]]()
+        paces: list[tuple[float, float]] = []
+        """Seconds and tokens at most of the shares that have ended."""
 
-        def begin(index: int) -> None:
-            given[index] = [(i, list(unfinished[i])) for i in shares[index] if unfinished[i]]
-            asked = [_samples(sent[i], js) for i, js in given[index]]
-            group.submit(index, "begin", asked)
-            under_way[group.submit(index, "advance", None)] = index
+        def advance(index: int, answer: Sequence[bool] | None = None) -> None:
+            calls[group.submit(index, "advance", answer)] = ActorCall(index, "advance", self._limit_s)
+
+        def begin(index: int, samples: Collection[tuple[int, int]]) -> None:
+            if samples:
+                given[index] = own = _Share.of(samples, requests)
+                group.submit(index, "begin", [_samples(sent[i], chosen) for i, chosen in own.work])
+                advance(index)
 
         try:
-            for index, share in enumerate(shares):
-                if share:
-                    begin(index)
-            while under_way:
-                index, result, has_died = group.first(under_way, "advance")
+            if unfinished:
+                self._wait_for(1)
+                for index, chosen in self._shares(requests).items():
+                    begin(index, [(i, j) for i in chosen for j in range(len(requests[i].seeds))])
+            while unfinished and (calls or waiting):
+                idle = sorted(self._ready - given.keys())
+                for share in given.values():
+                    if idle and share.seconds_left(paces) <= 0:
+                        share.is_late = True
+                        waiting |= share.samples & unfinished
+                if waiting and idle:
+                    again = sorted(waiting)
+                    costs = [requests[i].sampling.max_new_tokens for i, _ in again]
+                    for index, places in zip(idle, share_out(costs, len(idle)), strict=True):
+                        begin(index, [again[place] for place in places])
+                    waiting.clear()
+                elif not calls:
+                    self._wait_for(1)
+                    continue
+                left = min((share.seconds_left(paces) for share in given.values()), default=math.inf)
+                found = self._next(calls, left if idle else math.inf)
+                if found is None:
+                    continue
+                index, result, has_died = found
                 if has_died:
-                    if index in died:
+                    lost = given.pop(index).samples & unfinished
+                    waiting |= lost
+                    losses.update(lost)
+                    if losses and max(losses.values()) >= _MOST_LOSSES:
                         raise EngineError(
-                            f"rollout replica {index} died twice on the same requests: {group.causes[index]}"
+                            f"{_MOST_LOSSES} rollout replicas died on the same requests, the last is "
+                            f"{index}: {group.causes[index]}"
                         )
-                    died.add(index)
-                    self._revive(group, [index])
-                    begin(index)
                     continue
                 samples_ended, look, is_all = result
                 ended: list[Ended] = []
                 for request, sample, generation in samples_ended:
-                    i, samples = given[index][request]
-                    del unfinished[i][samples[sample]]
-                    ended.append((i, samples[sample], generation))
+                    i, chosen = given[index].work[request]
+                    if (i, chosen[sample]) in unfinished:  # else another replica was first
+                        unfinished.remove((i, chosen[sample]))
+                        ended.append((i, chosen[sample], generation))
                 # the replica waits for this answer
                 answer = None if look is None else monitors[look.monitor].check(look.partial)
-                if not is_all:
-                    under_way[group.submit(index, "advance", answer)] = index
+                if is_all:
+                    share = given.pop(index)
+                    paces.append((time.monotonic() - share.began, share.tokens))
+                else:
+                    advance(index, answer)
                 if ended:
                     yield ended
         finally:
-            if self._group is group and under_way:
-                group.call("stop", dict.fromkeys(under_way.values(), ()))
+            if self._group is group:
+                for call in calls.values():
+                    group.submit(call.index, "stop")
 
-    def _shares(self, requests: Sequence[GenerationRequest], number: int) -> list[list[int]]:
+    def _next(self, calls: dict[Any, ActorCall], within: float = math.inf) -> tuple[int, Any, bool] | None:
+        """Return the first of ``calls`` as ``ActorGroup.first`` does; None if another thing happened first.
+
+        That is a replica that died while it joined, or went on to join, or the end of the time.
+        """
+        found = self._open().poll(calls | self._joining, within)
+        if found is None:
+            return None
+        reference, result, has_died = found
+        if call := calls.pop(reference, None):
+            if has_died:
+                self._lose(call.index)
+            return call.index, result, has_died
+        call = self._joining.pop(reference)
+        if has_died:
+            self._lose(call.index)
+        elif call.method == "load":
+            self._send_weights(call.index)
+        else:
+            self._ready.add(call.index)
+            self._deaths[call.index] = 0
+            if call.index in self._absent:
+                self._absent.remove(call.index)
+                self._tell("joined", f"rollout replica {call.index} has joined, {self._number()}")
+        return None
+
+    def _number(self) -> str:
+        return f"{len(self._ready)} of {len(self._open())} are at work"
+
+    def _tell(self, kind: str, reason: str) -> None:
+        _LOG.info("%s", reason)
+        self._events.append((kind, reason))
+
+    def health_events(self, step: int) -> list[Event]:
+        """Return which replicas were lost, and which have joined, since the last call."""
+        events, self._events = self._events, []
+        return [Event(step=step, source="engine", kind=kind, reason=reason) for kind, reason in events]
+
+    def _load(self, index: int) -> None:
+        """Let the replica ``index`` build its engine, without a limit: it may have to wait for a node."""
+        self._joining[self._open().submit(index, "load")] = ActorCall(index, "load")
+
+    def _send_weights(self, index: int, silent_s: float = 0.0) -> None:
+        sent = self._open().submit(index, "update_weights", self._weights, self.policy_version)
+        self._joining[sent] = ActorCall(index, "update_weights", self._limit_s, silent_s)
+
+    def _lose(self, index: int) -> None:
+        """Start the dead replica ``index`` again; if it never was ready since, not before the next update."""
+        group = self._open()
+        self._ready.discard(index)
+        self._homes = {c: home for c, home in self._homes.items() if home != index}
+        self._deaths[index] += 1
+        self._absent.add(index)
+        self._tell("lost", f"rollout replica {index} is lost, {self._number()}: {group.causes[index]}")
+        if self._deaths[index] == 1:
+            group.replace(index)
+            self._load(index)
+
+    def _wait_for(self, number: int) -> None:
+        """Wait until so many replicas are ready.
+
+        Raises:
+            EngineError: they die before they are, or there is no room for them.
+        """
+        group = self._open()
+        since = time.monotonic()
+        while len(self._ready) < number:
+            index, cause = next(reversed(group.causes.items()), (0, "it was not started"))
+            if not self._joining:
+                raise EngineError(f"rollout replica {index} died, was started again and died again: {cause}")
+            self._next({}, 1.0)
+            if any(group.is_placed(call.index) for call in self._joining.values()):
+                since = time.monotonic()
+            elif time.monotonic() - since > self._room_within_s:
+                raise EngineError(
+                    f"no rollout replica is left, and the Ray cluster had no room for one within "
+                    f"{self._room_within_s:g} s (ray.room_timeout_s). The last, {index}: {cause}. The last "
+                    "checkpoint is intact: add nodes and start the same command again"
+                )
+
+    def _shares(self, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
         """Return the requests of each replica: a turn goes where the turns before it were sampled."""
+        ready = sorted(self._ready)
         homes = [next((self._homes[c] for c in r.conversations if c in self._homes), None) for r in requests]
-        new = [i for i, home in enumerate(homes) if home is None]
-        shares = [
-            [new[i] for i in share] for share in share_out([most_tokens(requests[i]) for i in new], number)
-        ]
+        new = [i for i, home in enumerate(homes) if home not in self._ready]
+        dealt = share_out([most_tokens(requests[i]) for i in new], len(ready))
+        shares = {index: [new[i] for i in share] for index, share in zip(ready, dealt, strict=True)}
         for i, home in enumerate(homes):
-            if home is not None:
+            if home in self._ready:
                 shares[home].append(i)
-        for home, share in enumerate(shares):
+        for home, share in shares.items():
             for i in share:
                 self._homes.update(dict.fromkeys(requests[i].conversations, home))
-        return shares
+        return {index: share for index, share in shares.items() if share}
 
     def retain(self, conversations: Collection[int]) -> None:
         """See ``RolloutEngine``."""
@@ -161,37 +341,52 @@ class RayEngine(RolloutEngine):
             return
         group = self._open()
         self._homes = {c: home for c, home in self._homes.items() if c in conversations}
-        _, dead = group.call("retain", dict.fromkeys(range(len(group)), (list(conversations),)))
-        if dead:
-            self._revive(group, dead)
+        for index in self._ready:  # that one died is found at the next call
+            group.submit(index, "retain", list(conversations))
 
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        """Put ``weights`` into the object store once, bucket by bucket; every replica reads them there."""
+        """Put ``weights`` into the object store once, bucket by bucket; every replica reads them there.
+
+        Replicas that have been started since the last update join. One that takes much longer than the others
+        joins when it has the weights.
+        """
         group = self._open()
+        self._set_weights(weights, policy_version)
+        joining, self._joining = self._joining, {}
+        had = dict.fromkeys(self._ready, 0.0)
+        self._ready = set()
+        for reference, call in joining.items():
+            if call.method == "load":
+                self._joining[reference] = call
+            else:  # calls of one replica run in their order: the weights under way will be overwritten
+                had[call.index] = call.silent_s
+        for index, silent_s in had.items():
+            self._send_weights(index, silent_s)
+        for index in set(range(len(group))).difference(call.index for call in self._joining.values()):
+            group.replace(index)
+            self._load(index)
+        began = last = time.monotonic()
+        while any(call.method == "update_weights" for call in self._joining.values()):
+            number, left = len(self._ready), math.inf
+            if number and 2 * number >= len(had):
+                left = began + max(_UPDATE_S, _LATE * (last - began)) - time.monotonic()
+                if left < 0:
+                    break
+            self._next({}, left)
+            last = time.monotonic() if len(self._ready) > number else last
+        self._wait_for(1)
+
+    def _set_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         like = {name: tensor.detach().to("meta") for name, tensor in like_of(weights).items()}
         self._weights = WeightStream(like, StoredBuckets(weights))
         self.policy_version = policy_version
-        arguments = (self._weights, policy_version)
-        _, dead = group.call("update_weights", dict.fromkeys(range(len(group)), arguments))
-        if dead:
-            self._revive(group, dead)
-
-    def _revive(self, group: ActorGroup, dead: Sequence[int]) -> None:
-        for index in dead:
-            group.replace(index)
-        arguments = (self._weights, self.policy_version)
-        _, still_dead = group.call("update_weights", dict.fromkeys(dead, arguments))
-        if still_dead:
-            raise EngineError(
-                f"rollout replica {still_dead[0]} died, was started again and died again: "
-                f"{group.causes[still_dead[0]]}"
-            )
 
     def close(self) -> None:
         """Stop the replicas."""
         if self._group is not None:
             self._group.close()
             self._group = None
+            self._joining.clear()
 
 
 def _placed(tensor: Tensor, place: int) -> Tensor:

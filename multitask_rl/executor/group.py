@@ -1,7 +1,7 @@
 """Several Ray actors that each hold one object (extra ``ray``).
 
 Every 30 s the log names the actors that are waited for. A dead actor is reported, not raised: only the caller
-knows which calls to repeat.
+knows which calls to repeat. One that does not answer within the limit of a call is killed: it is dead too.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +28,27 @@ from multitask_rl.lazy import without_collector
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
+_LOOK_EVERY_S = 1.0
 _LOCK = "multitask_rl.lock"
+
+
+@dataclass(slots=True)
+class ActorCall:
+    """A call that has not returned, as ``ActorGroup.first`` waits for it."""
+
+    index: int
+    """Of the actor."""
+    method: str
+    limit_s: float = math.inf
+    """An actor that has not answered after so many seconds of waiting is killed."""
+    silent_s: float = 0.0
+    looked_at: float = field(default_factory=time.monotonic)
+
+    def look(self) -> None:
+        """Add the time since the last look. A pause of this process itself is not the actor's silence."""
+        now = time.monotonic()
+        self.silent_s += min(now - self.looked_at, 2 * _LOOK_EVERY_S)
+        self.looked_at = now
 
 
 def _check_room(what: str, demand: Mapping[str, float]) -> None:
@@ -121,7 +143,8 @@ class _Host:
 class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``.
 
-    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine.
+    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine. The first
+    ``started`` of them (default: all) are started at once, the others by ``replace``.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -143,6 +166,7 @@ class ActorGroup:
         num_cpus: float,
         num_gpus: float,
         max_concurrency: int = 1,
+        started: int | None = None,
     ) -> None:
         if find_spec("ray") is None:
             raise MissingExtraError(
@@ -167,41 +191,62 @@ class ActorGroup:
         ActorGroup._num_groups += 1
         self.name = name
         self._make = make
-        self._actors: list[Any] = []
+        self._actors: list[Any] = [None] * size
+        self._placed: dict[int, Any] = {}
+        """By index: a reference that is ready when the actor's process runs."""
         self.causes: dict[int, str] = {}
-        """By index: what Ray says of the last death of an actor."""
+        """By index, the newest last: what Ray says of the last death of an actor."""
+        number = size if started is None else min(started, size)
         try:
-            _check_room(f"{size} x {name}", {"CPU": size * num_cpus, "GPU": size * num_gpus})
+            _check_room(f"{number} x {name}", {"CPU": number * num_cpus, "GPU": number * num_gpus})
         except BaseException:
             self.close()
             raise
         self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=max_concurrency)(_Host)
-        self._actors += [self._host.remote(make, index) for index in range(size)]
+        for index in range(number):
+            self.replace(index)
 
     def __len__(self) -> int:
         return len(self._actors)
 
     def replace(self, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
-        """Start the actor ``index`` again; it runs the calls in ``begin`` before any other.
+        """Start the actor ``index``, again if it was; it runs the calls in ``begin`` before any other.
 
-        If one of them fails, the actor is dead.
+        If one of them fails, the actor is dead. Without room in the cluster it starts when there is some.
         """
+        self.kill(index)
+        self._actors[index] = self._host.remote(self._make, index, begin)
+        self._placed[index] = self._actors[index].__ray_ready__.remote()
+
+    def kill(self, index: int) -> None:
+        """End the actor ``index``; Ray ends a process that does not answer within some seconds by SIGKILL."""
         import ray
 
-        ray.kill(self._actors[index])
-        self._actors[index] = self._host.remote(self._make, index, begin)
+        if self._actors[index] is not None:
+            ray.kill(self._actors[index])
 
-    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
+    def is_placed(self, index: int) -> bool:
+        """Return whether the cluster had room for the actor ``index``, dead or alive."""
+        import ray
+
+        return bool(ray.wait([self._placed[index]], timeout=0)[0])
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], limit_s: float = math.inf
+    ) -> tuple[dict[int, Any], list[int]]:
         """Call ``method`` on several actors at once, with ``arguments`` by index; raises as ``first``.
 
         Returns:
             The results by index, and the indices of the actors that died.
         """
-        calls = {self.submit(index, method, *given): index for index, given in arguments.items()}
+        calls = {
+            self.submit(index, method, *given): ActorCall(index, method, limit_s)
+            for index, given in arguments.items()
+        }
         results: dict[int, Any] = {}
         dead: list[int] = []
         while calls:
-            index, result, has_died = self.first(calls, method)
+            index, result, has_died = self.first(calls)
             if has_died:
                 dead.append(index)
             else:
@@ -212,10 +257,8 @@ class ActorGroup:
         """Call ``method`` on the actor ``index``; return a reference for ``first``."""
         return self._actors[index].call.remote(method, *arguments)
 
-    def first(self, calls: dict[Any, int], method: str) -> tuple[int, Any, bool]:
-        """Wait for one of ``calls`` (reference -> index of the actor) and remove it from them.
-
-        The log names ``method``.
+    def first(self, calls: MutableMapping[Any, ActorCall]) -> tuple[int, Any, bool]:
+        """Wait for one of ``calls`` and remove it from them.
 
         Returns:
             The index of the actor, the result, and whether the actor died instead.
@@ -224,44 +267,70 @@ class ActorGroup:
             MultitaskRLError: the method raised it; it keeps its type.
             EngineError: the method raised another error, or the Ray node of this process is dead.
         """
+        while not (found := self.poll(calls, _REPORT_EVERY_S)):
+            pass
+        reference, result, has_died = found
+        return calls.pop(reference).index, result, has_died
+
+    def poll(self, calls: Mapping[Any, ActorCall], within: float) -> tuple[Any, Any, bool] | None:
+        """Return as ``first``, with the call's reference for its actor; None after ``within`` seconds."""
         import ray
 
-        began = time.monotonic()
-        while not (done := ray.wait(list(calls), num_returns=1, timeout=_REPORT_EVERY_S)[0]):
-            _check_node()
-            waiting = ", ".join(str(index) for index in sorted(calls.values()))
-            seconds = time.monotonic() - began
-            _LOG.warning("waiting for %s %s in %s for %.0f s", self.name, waiting, method, seconds)
-        index = calls[done[0]]
+        until = time.monotonic() + within
+        while True:
+            left = max(0.0, min(until - time.monotonic(), _LOOK_EVERY_S))
+            done = ray.wait(list(calls), num_returns=1, timeout=left)[0]
+            for reference, call in calls.items():
+                was_told = call.silent_s // _REPORT_EVERY_S
+                call.look()
+                if call.silent_s >= call.limit_s and not ray.wait([reference], timeout=0)[0]:
+                    cause = f"it did not answer for {call.silent_s:.0f} s ({call.method}) and was killed"
+                    self._note_death(call.index, cause)
+                    self.kill(call.index)
+                    return reference, None, True
+                if not done and call.silent_s // _REPORT_EVERY_S > was_told:
+                    _check_node()
+                    told = self.name, call.index, call.method, call.silent_s
+                    _LOG.warning("waiting for %s %d in %s for %.0f s", *told)
+            if done:
+                return done[0], *self._result(done[0], calls[done[0]])
+            if time.monotonic() >= until:
+                return None
+
+    def _note_death(self, index: int, cause: str) -> None:
+        _LOG.warning("%s %d died: %s", self.name, index, cause)
+        self.causes.pop(index, None)
+        self.causes[index] = cause
+
+    def _result(self, reference: Any, call: ActorCall) -> tuple[Any, bool]:
+        """Return the result of a call that has returned, and whether the actor died instead."""
+        import ray
+
         try:
-            result = ray.get(done[0])
+            return ray.get(reference), False
         except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
-            _LOG.warning("%s %d died: %s", self.name, index, error)
+            _LOG.debug("%s", error)
             # without the indented lines: ids, and the frames of a traceback
-            self.causes[index] = " ".join(
-                line for line in str(error).splitlines() if line and not line[0].isspace()
-            )
+            own = (line for line in str(error).splitlines() if line and not line[0].isspace())
+            self._note_death(call.index, " ".join(own))
             _check_node()
-            del calls[done[0]]
-            return index, None, True
+            return None, True
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, MultitaskRLError):
                 # Ray raises a subclass of its own making; the first class of ours is the one that was raised
-                for own in type(cause).__mro__:
-                    if own.__module__ == MultitaskRLError.__module__ and issubclass(own, MultitaskRLError):
-                        raise own(str(cause)) from error
+                for own_class in type(cause).__mro__:
+                    is_own = own_class.__module__ == MultitaskRLError.__module__
+                    if is_own and issubclass(own_class, MultitaskRLError):
+                        raise own_class(str(cause)) from error
             raise EngineError(f"a Ray actor failed: {type(cause).__name__}: {cause}") from error
-        del calls[done[0]]
-        return index, result, False
 
     def close(self) -> None:
         """Kill the actors; the last group also stops a cluster that this process started."""
         import ray
 
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
+        for index in range(len(self._actors)):
+            self.kill(index)
         ActorGroup._num_groups -= 1
         if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
             with _keeping_sigterm():

@@ -1,7 +1,7 @@
 """One engine in its Ray actor.
 
 The engine decodes in a thread and waits for the caller only when a monitor has to look at responses: monitors
-ask reward pools, so they stay with the caller.
+ask reward pools, so they stay with the caller. Calls return while the engine makes steps: silence is a hang.
 """
 
 from __future__ import annotations
@@ -68,17 +68,38 @@ class _Stopped(BaseException):
 
 
 class EngineReplica:
-    """An engine in a process of its own, with the copy of the actor it was built from."""
+    """An engine in a process of its own, with the copy of the actor it is built from.
 
-    def __init__(self, engine: RolloutEngine, actor: Actor) -> None:
-        self._engine = engine
-        # only an engine that samples from the actor's own tensors needs the copy of the actor
-        self._model: Any = actor.model if engine.shares_weights else None
+    Args:
+        build: returns both; called by ``load``.
+        beat_s: ``advance`` returns after so many seconds in which the engine made a step.
+    """
+
+    _engine: RolloutEngine
+
+    def __init__(self, build: Callable[[], tuple[RolloutEngine, Actor]], beat_s: float) -> None:
+        self._build = build
+        self._beat_s = beat_s
+        self._model: Any = None
+        self._counts_steps = False
+        self._num_steps = self._num_told = 0
         self._events: SimpleQueue[list[Ended] | Look | BaseException | None] = SimpleQueue()
         """None: the stream is at its end."""
         self._answers: SimpleQueue[Sequence[bool] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._is_stopped = False
+
+    def load(self) -> None:
+        """Build the engine."""
+        self._engine, actor = self._build()
+        if self._engine.shares_weights:  # no other needs the copy of the actor
+            self._model = actor.model
+        self._counts_steps = self._engine.call_between_steps(self._between_steps)
+
+    def _between_steps(self) -> None:
+        self._num_steps += 1
+        if self._is_stopped:
+            raise _Stopped
 
     def begin(self, requests: Sequence[GenerationRequest]) -> None:
         """Start to generate; a stream that is open is given up."""
@@ -112,7 +133,9 @@ class EngineReplica:
         """Return what ended since the last call, a ``Look`` to answer, and whether the stream is at its end.
 
         It returns at once with a ``Look`` or the end, else with the samples of a slice of time, at least one:
-        a call costs about as much as a decode step of a small model.
+        a call costs about as much as a decode step of a small model. It returns with nothing when no sample
+        ended in ``beat_s``, but not if the engine made no step: then something hangs. Before its first step
+        of all an engine may compile.
 
         Args:
             answer: to the last ``Look``.
@@ -124,9 +147,13 @@ class EngineReplica:
         until = time.monotonic() + SLICE_S
         while True:
             try:
-                event = self._events.get(timeout=max(0.0, until - time.monotonic()) if found else None)
+                left = max(0.0, until - time.monotonic()) if found else self._beat_s
+                event = self._events.get(timeout=left)
             except Empty:
-                return found, None, False
+                told, self._num_told = self._num_told, self._num_steps
+                if found or not self._counts_steps or not told or self._num_steps > told:
+                    return found, None, False
+                continue
             if isinstance(event, BaseException):
                 raise event
             if event is None or isinstance(event, Look):
@@ -134,7 +161,7 @@ class EngineReplica:
             found += event
 
     def stop(self) -> None:
-        """End the open stream: at once if it waits for an answer, else when the next sample ends."""
+        """End the open stream before its next step; in an engine that counts none, when a sample ends."""
         if self._thread is not None:
             self._is_stopped = True
             self._answers.put(None)

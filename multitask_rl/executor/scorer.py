@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import EngineError
-from multitask_rl.executor.group import ActorGroup
+from multitask_rl.executor.group import ActorCall, ActorGroup
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.scoring.round import POLL_S, Pending
@@ -86,7 +86,7 @@ class DealtRound(Generic[T]):
         self._number = next(_ROUND_NUMBERS)
         self._places: list[list[int]] = [[] for _ in range(len(group))]
         """By pool: indices of its rollouts."""
-        self._sent: dict[Any, int] = {}
+        self._sent: dict[Any, ActorCall] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """See ``Pending``."""
@@ -101,7 +101,7 @@ class DealtRound(Generic[T]):
             self._places[pool] += own
             given = [self._rollouts[index] for index in own]
             sent = self._group.submit(pool, "add_to_round", self._number, self._kind, given, own)
-            self._sent[sent] = pool
+            self._sent[sent] = ActorCall(pool, "add_to_round")
 
     def seal(self, order: Sequence[int] | None = None) -> None:
         """See ``Pending``."""
@@ -111,7 +111,7 @@ class DealtRound(Generic[T]):
     def _collect(self) -> None:
         try:
             while self._sent:
-                self._group.first(self._sent, "add_to_round")
+                self._group.first(self._sent)
             rank = {index: place for place, index in enumerate(self._order)}
             orders = {pool: sorted(own, key=rank.__getitem__) for pool, own in enumerate(self._places) if own}
             work = {pool: (self._number, order) for pool, order in orders.items()}

@@ -6,12 +6,12 @@ one call may mix tasks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from multitask_rl.records import SamplingParams
+from multitask_rl.records import Event, SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,6 +129,14 @@ class RolloutEngine:
     def retain(self, conversations: Collection[int]) -> None:
         """Drop keys and values of turns, but not those of ``conversations``. Default: nothing is kept."""
 
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """Call ``hook`` after each decode step from now on; what it raises ends the stream.
+
+        Returns:
+            Whether the engine can. Default: no.
+        """
+        return False
+
     def sleep(self) -> None:
         """Give the device's memory back until the next call. Default: nothing."""
 
@@ -138,6 +146,10 @@ class RolloutEngine:
         Read each once, in their order, and keep none: those of a sharded actor come as they are read.
         """
         raise NotImplementedError
+
+    def health_events(self, step: int) -> list[Event]:
+        """Return what happened to the engine since the last call. Default: nothing."""
+        return []
 
     def close(self) -> None:
         """Free the engine. Idempotent. Default: nothing."""

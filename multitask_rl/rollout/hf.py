@@ -102,6 +102,7 @@ class HFEngine(RolloutEngine):
         self._cached = use_cache
         """Keys and values are kept from token to token."""
         self._is_open = False
+        self._between_steps: Callable[[], None] = lambda: None
         self._kept_tokens = kept_tokens
         self._pasts: dict[int, Past] = {}
         """Conversation -> what is known of it, at most ``kept_tokens`` tokens of all."""
@@ -140,6 +141,11 @@ class HFEngine(RolloutEngine):
         """Store the version; the weights are the actor's own. What is known under the old ones is dropped."""
         self.policy_version = policy_version
         self._pasts.clear()
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """See ``RolloutEngine``."""
+        self._between_steps = hook
+        return True
 
     def retain(self, conversations: Collection[int]) -> None:
         """See ``RolloutEngine``."""
@@ -314,6 +320,7 @@ class HFEngine(RolloutEngine):
             if not len(active):
                 break
             state.advance(tokens)
+            self._between_steps()
 
     def _keep(self, row: _Row, response_ids: Sequence[int], state: SharedDecoder, place: int) -> None:
         """Keep what is known of an ended row, if there is room; its last token was not computed."""

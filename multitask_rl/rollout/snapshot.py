@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,10 @@ class SnapshotEngine(RolloutEngine):
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """See ``RolloutEngine``."""
         return self._engine.generate_stream(requests)
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """See ``RolloutEngine``."""
+        return self._engine.call_between_steps(hook)
 
     def retain(self, conversations: Collection[int]) -> None:
         """See ``RolloutEngine``."""

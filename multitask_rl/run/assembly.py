@@ -142,8 +142,7 @@ def build_parts(
                 build = partial(
                     RayEngine,
                     plan.engine_class,
-                    num_replicas=config.ray.num_engines,
-                    num_gpus=config.ray.gpus_per_engine,
+                    ray=config.ray,
                     num_cpus=cores,
                 )
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)

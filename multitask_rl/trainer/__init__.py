@@ -309,7 +309,7 @@ class Trainer:
         events = [*self.scheduler.update(stats, step)]
         if self.guard is not None:
             self.guard.record_step(step, stats)
-        events += self.scorer.health_events(step)
+        events += [*self.scorer.health_events(step), *parts.engine.health_events(step)]
         for name, own in stats.items():
             if own.num_prompts:
                 events += self.tasks[name].control(own, step)

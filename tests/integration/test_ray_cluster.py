@@ -1,5 +1,6 @@
-"""A run over three Ray nodes on this machine: one is killed, the run goes on and ends as in one process."""
+"""Runs over several Ray nodes on this machine, which leave and join: they end as in one process."""
 
+import contextlib
 import json
 import time
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from multitask_rl.config.run import RayConfig
+from multitask_rl.errors import EngineError
 from multitask_rl.records import Scored
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
@@ -22,46 +24,27 @@ pytestmark = [
 ]
 
 
-def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def cluster(monkeypatch):
+    """Nodes may be added; this process has one without room."""
     import ray
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_health_check_initial_delay_ms", "0")
     monkeypatch.setenv("RAY_health_check_period_ms", "300")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-    write_run(tmp_path)
-    local = train(run_config(tmp_path, "local", 4))
-    # this process has a node without room; of the others one holds the replica, one the reward pool
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # each replica takes a whole CPU
     try:
-        first, _ = [cluster.add_node(num_cpus=1) for _ in range(2)]
-        ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-
-        class ChangeNodes(Stage):
-            name = "change_nodes"
-            consumes = produces = Scored
-            num_steps = 0
-
-            def process(self, items: list[Scored]) -> list[Scored]:
-                self.num_steps += 1
-                if self.num_steps == 2:
-                    cluster.add_node(num_cpus=1)
-                    cluster.remove_node(first, allow_graceful=False)
-                    # its workers outlive it by a second, in which a fast machine would end the run
-                    while sum(node["Alive"] for node in ray.nodes()) > 3:
-                        time.sleep(0.1)
-                return items
-
-        remote = Trainer.from_config(run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig()))
-        remote.insert_stage(ChangeNodes(), after="rewards")
-        remote.train()
-        assert sum(node["Alive"] for node in ray.nodes()) == 3
+        yield cluster
     finally:
         ray.shutdown()
         cluster.shutdown()
-    assert "rollout replica 0 died" in caplog.text or "reward pool 0 died" in caplog.text
+
+
+def assert_same(local, remote, directory):
     tokens = [
-        [json.loads(line)["response_ids"] for line in lines(tmp_path / run, "rollouts.jsonl")]
+        [json.loads(line)["response_ids"] for line in lines(directory / run, "rollouts.jsonl")]
         for run in ("local", "ray")
     ]
     assert tokens[0] == tokens[1]
@@ -69,3 +52,110 @@ def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, monkeypatc
     for name, own in local.actor.model.state_dict().items():
         # the samples that are repeated share a batch with others
         assert torch.allclose(own, theirs[name], atol=1e-4), name
+
+
+class AtStep(Stage):
+    """Calls what belongs to its number of calls."""
+
+    name = "at_step"
+    consumes = produces = Scored
+
+    def __init__(self, actions):
+        self.actions = actions
+        self.num_steps = 0
+
+    def process(self, items: list[Scored]) -> list[Scored]:
+        self.num_steps += 1
+        self.actions.get(self.num_steps, lambda: None)()
+        return items
+
+
+def remove(cluster, node):
+    """Kill ``node``; return when its death is known."""
+    import ray
+
+    number = sum(node["Alive"] for node in ray.nodes())
+    cluster.remove_node(node, allow_graceful=False)
+    # its workers outlive it by a second, in which a fast machine would end the run
+    while sum(node["Alive"] for node in ray.nodes()) >= number:
+        time.sleep(0.1)
+
+
+def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, cluster, caplog):
+    import ray
+
+    write_run(tmp_path)
+    local = train(run_config(tmp_path, "local", 4))
+    # one holds the replica, one the reward pool
+    first, _ = [cluster.add_node(num_cpus=1) for _ in range(2)]
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+
+    def change():
+        cluster.add_node(num_cpus=1)
+        remove(cluster, first)
+
+    remote = Trainer.from_config(run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig()))
+    remote.insert_stage(AtStep({2: change}), after="rewards")
+    remote.train()
+    assert sum(node["Alive"] for node in ray.nodes()) == 3
+    assert "rollout replica 0 died" in caplog.text or "reward pool 0 died" in caplog.text
+    assert_same(local, remote, tmp_path)
+
+
+def test_replicas_join_and_leave_as_the_cluster_has_room(tmp_path, cluster):
+    import ray
+
+    write_run(tmp_path)
+    local = train(run_config(tmp_path, "local", 6))
+    # room for the reward pool and one replica
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    settings = RayConfig(num_engines=2, min_engines=1, room_timeout_s=20.0)
+    config = run_config(tmp_path, "ray", 6, executor="ray", ray=settings)
+    remote = Trainer.from_config(config)
+    engine = lambda: remote.parts.engine  # noqa: E731
+    added = []
+
+    def grow():
+        added.append(cluster.add_node(num_cpus=1))
+        loading = [r for r, call in engine()._joining.items() if call.method == "load"]
+        assert ray.wait(loading, timeout=120)[0], "the missing replica loads on the new node"
+
+    def shrink():
+        assert len(engine()._ready) == 2
+        remove(cluster, added.pop())
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            for _ in range(100):  # its process may outlive it
+                ray.get(engine()._group.submit(1, "retain", []), timeout=30)
+                time.sleep(0.1)
+
+    remote.insert_stage(AtStep({1: grow, 3: shrink, 5: grow}), after="rewards")
+    remote.train()
+    assert_same(local, remote, tmp_path)
+    events = [json.loads(line) for line in (tmp_path / "ray" / "events.jsonl").read_text().splitlines()]
+    told = [
+        (event["step"], event["kind"], event["reason"]) for event in events if event["source"] == "engine"
+    ]
+    assert [kind for _, kind, _ in told] == ["joined", "lost", "joined"], told
+    assert "rollout replica 1 has joined, 2 of 2 are at work" in told[0][2]
+    assert "rollout replica 1 is lost, 1 of 2 are at work: The actor died" in told[1][2]
+
+
+def test_a_run_without_room_for_any_replica_ends_and_goes_on_later(tmp_path, cluster):
+    import ray
+
+    write_run(tmp_path)
+    local = train(run_config(tmp_path, "local", 4))
+    cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    config = run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig(room_timeout_s=20.0))
+    remote = Trainer.from_config(config)  # its reward pool takes the node
+    second = cluster.add_node(num_cpus=1)
+    remote.insert_stage(AtStep({2: lambda: remove(cluster, second)}), after="rewards")
+    with pytest.raises(
+        EngineError, match=r"no rollout replica is left.* within 20 s .* the same command again"
+    ):
+        remote.train()
+    cluster.add_node(num_cpus=1)
+    assert_same(local, train(config), tmp_path)

@@ -22,7 +22,7 @@ import torch
 
 from learner_benches import Bench, RanksBench, moments, relative_difference
 from model_builders import build_actor, sample_scored
-from multitask_rl.config.run import ModelConfig, RolloutConfig, ScoringConfig
+from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig, ScoringConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, RewardError, TrainingError
 from multitask_rl.executor import group
@@ -108,7 +108,7 @@ REQUESTS = [
 def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Actor, tmp_path: Path) -> None:
     config = RolloutConfig()
     local = HFEngine.build(actor, config, seed=0, output_dir=tmp_path)
-    remote = RayEngine(HFEngine, actor, config, seed=0, output_dir=tmp_path, num_replicas=2)
+    remote = RayEngine(HFEngine, actor, config, seed=0, output_dir=tmp_path, ray=RayConfig(num_engines=2))
     try:
         assert remote.can_watch
         assert_engine_contract(remote, actor.model, actor.tokenizer)

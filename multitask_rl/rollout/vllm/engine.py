@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -111,6 +111,7 @@ class VLLMEngine(RolloutEngine):
         self._asleep: set[str] = set()
         self._open: _Stream | None = None
         self._has_weights = True
+        self._between_steps: Callable[[], None] = lambda: None
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
         self._vocab_size = int(self._llm.llm_engine.model_config.get_vocab_size())
         fixed = [(7 * i + 3) % self._vocab_size for i in range(min(16, self._max_model_len - 1))]
@@ -151,6 +152,11 @@ class VLLMEngine(RolloutEngine):
         finally:
             if self._open is stream:
                 self._open = None
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """See ``RolloutEngine``."""
+        self._between_steps = hook
+        return True
 
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to the open stream (see ``RolloutEngine``); they join the batch at the next step."""
@@ -206,6 +212,7 @@ class VLLMEngine(RolloutEngine):
             )
             row = stream.rows.pop(output.request_id)
             stream.ended.append((row.request, row.sample, generation))
+        self._between_steps()
 
     def _sampling(self, params: SamplingParams, seed: int) -> Any:
         """Return vLLM's parameters for ``params``; a grammar is the same text that the trainer compiles."""

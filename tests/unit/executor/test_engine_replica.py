@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +55,8 @@ def engine() -> Slow:
 @pytest.fixture
 def replica(engine: Slow) -> Iterator[EngineReplica]:
     actor: Any = SimpleNamespace(model=None)
-    made = EngineReplica(engine, actor)
+    made = EngineReplica(lambda: (engine, actor), beat_s=60)
+    made.load()
     watch = Watch(monitor=Never(), every=1)
     request = GenerationRequest(
         prompt_ids=[3], sampling=SamplingParams(), seeds=list(range(PARTS)), watch=watch
@@ -95,3 +98,48 @@ def test_a_look_and_the_end_are_returned_with_what_ended_before(engine: Slow, re
         assert look is None
     assert engine.answers == [[True]]
     assert seen == list(range(PARTS))
+
+
+class Stepping(RolloutEngine):
+    """An engine that makes a step when it may, and never ends a sample."""
+
+    def __init__(self) -> None:
+        self.steps: SimpleQueue[None] = SimpleQueue()
+        self.hook: Callable[[], None] = lambda: None
+        self.has_ended = Event()
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        self.hook = hook
+        return True
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        try:
+            while True:
+                self.steps.get()
+                self.hook()
+        finally:
+            self.has_ended.set()
+        yield []
+
+
+def test_a_call_returns_while_steps_are_made_and_is_silent_when_none_is() -> None:
+    engine, actor = Stepping(), SimpleNamespace(model=None)
+    replica = EngineReplica(lambda: (engine, actor), beat_s=0.05)  # type: ignore[arg-type, return-value]
+    replica.load()
+    replica.begin([GenerationRequest(prompt_ids=[3], sampling=SamplingParams(), seeds=[1])])
+    nothing = ([], None, False)
+    for _ in range(3):
+        assert replica.advance(None) == nothing, "before its first step an engine may compile"
+    for _ in range(3):
+        engine.steps.put(None)
+        time.sleep(0.02)
+        assert replica.advance(None) == nothing
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(replica.advance, None)
+        assert not wait([waiting], timeout=0.5).done, "the engine hangs, and so does the call"
+        engine.steps.put(None)
+        assert waiting.result(timeout=60) == nothing
+        stopped = thread.submit(replica.stop)
+        engine.steps.put(None)
+        stopped.result(timeout=60)
+    assert engine.has_ended.is_set(), "a stream that is given up ends at its next step"

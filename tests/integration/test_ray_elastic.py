@@ -1,0 +1,162 @@
+"""Replicas that hang, are slow, leave and join: every sample comes once, and is what it would have been."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from model_builders import build_actor
+from multitask_rl.config.run import RayConfig, RolloutConfig
+from multitask_rl.executor import engine as ray_engine
+from multitask_rl.executor.engine import RayEngine
+from multitask_rl.models.actor import Actor
+from multitask_rl.records import SamplingParams
+from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, collect
+from multitask_rl.rollout.hf import HFEngine
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs the extra ray"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+    ),
+]
+
+STEP_S = 0.05
+REQUESTS = [
+    GenerationRequest(
+        prompt_ids=[5 + i, 6, 7],
+        sampling=SamplingParams(max_new_tokens=2 + 20 * (i % 2), temperature=1.0),
+        seeds=[100 * i + s for s in range(4)],
+    )
+    for i in range(4)
+]
+"""Of each two, one ends after two tokens."""
+
+
+class Slow(HFEngine):
+    """Takes its time; writes its process and what it begins into ``<output_dir>``; hangs or lags if told."""
+
+    place: Path
+
+    @classmethod
+    def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> Slow:
+        engine = super().build(actor, config, seed=seed, output_dir=output_dir)
+        assert isinstance(engine, cls)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        engine.place = output_dir
+        (output_dir / "pid").write_text(str(os.getpid()))
+        return engine
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        with (self.place / "begun").open("a") as file:
+            file.writelines(f"{seed}\n" for request in requests for seed in request.seeds)
+        return super().generate_stream(requests)
+
+    def call_between_steps(self, hook: Any) -> bool:
+        def step() -> None:
+            time.sleep(STEP_S)
+            while (self.place / "hang").exists():  # a new process of this place goes on
+                (self.place / "hang").unlink()
+                time.sleep(3600)
+            if (self.place / "lag").exists():
+                time.sleep(9 * STEP_S)
+            hook()
+
+        return super().call_between_steps(step)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    import ray
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    ray.shutdown()
+
+
+def _ids(parts: Sequence[Sequence[Ended]]) -> list[list[list[int]]]:
+    groups: list[list[Generation]] = collect(REQUESTS, parts)
+    return [[generation.response_ids for generation in group] for group in groups]
+
+
+def _begun(directory: Path) -> Counter[int]:
+    return Counter(int(line) for path in directory.rglob("begun") for line in path.read_text().split())
+
+
+def _pid(directory: Path, index: int) -> int:
+    return int((directory / "ray_start" / f"replica-{index}" / "pid").read_text())
+
+
+@pytest.mark.parametrize("kind", ["stopped", "deadlocked"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_replica_that_hangs_is_replaced_and_repeats_what_had_not_ended(
+    cluster: None, tmp_path: Path, kind: str, number: int
+) -> None:
+    actor = build_actor()
+    expected = HFEngine.build(actor, RolloutConfig(), seed=0, output_dir=tmp_path).generate(REQUESTS)
+    ray = RayConfig(num_engines=number, engine_timeout_s=3.0)
+    engine = RayEngine(Slow, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=ray)
+    try:
+        assert _ids(list(engine.generate_stream(REQUESTS))) == _ids([_ended(expected)])
+        assert engine.health_events(0) == []
+        before = _begun(tmp_path)
+        assert set(before.values()) == {1}
+        pid, hung = _pid(tmp_path, number - 1), tmp_path / "ray_start" / f"replica-{number - 1}" / "hang"
+        parts: list[list[Ended]] = []
+        known: set[int] = set()
+        for part in engine.generate_stream(REQUESTS):
+            parts.append(part)
+            if not known:
+                os.kill(pid, signal.SIGSTOP) if kind == "stopped" else hung.touch()
+                known = {REQUESTS[i].seeds[j] for i, j, _ in part}
+        assert _ids(parts) == _ids([_ended(expected)])
+        found = Counter((i, j) for part in parts for i, j, _ in part)
+        assert set(found.values()) == {1}, "each sample comes once"
+        again = {seed for seed, count in (_begun(tmp_path) - before).items() if count > 1}
+        assert 0 < len(again) <= 16 / number - (number == 1), "of one replica, without what had ended"
+        assert again.isdisjoint(known)
+        engine.update_weights(actor.state_dict(), 1)
+        assert _ids(list(engine.generate_stream(REQUESTS))) == _ids([_ended(expected)])
+        if number == 1:
+            assert "did not answer for 3 s (advance) and was killed" in engine.health_events(1)[0].reason
+            assert not Path(f"/proc/{pid}").exists()
+    finally:
+        engine.close()
+
+
+def _ended(groups: Sequence[Sequence[Generation]]) -> list[Ended]:
+    return [(i, j, generation) for i, group in enumerate(groups) for j, generation in enumerate(group)]
+
+
+def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = RayConfig(num_engines=2)
+    engine = RayEngine(Slow, build_actor(), RolloutConfig(), seed=0, output_dir=tmp_path, ray=ray)
+    try:
+        expected = _ids(list(engine.generate_stream(REQUESTS)))
+        (tmp_path / "ray_start" / "replica-1" / "lag").touch()
+        seconds = {}
+        for late in (1e9, ray_engine._LATE):
+            monkeypatch.setattr(ray_engine, "_LATE", late)
+            began = time.monotonic()
+            parts = list(engine.generate_stream(REQUESTS))
+            engine.update_weights(build_actor().state_dict(), 1)
+            seconds[late] = time.monotonic() - began
+            assert _ids(parts) == expected
+            assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
+        print(seconds)
+        assert seconds[ray_engine._LATE] < 0.6 * seconds[1e9]
+    finally:
+        engine.close()
