@@ -18,15 +18,25 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from multitask_rl.boundary.channel import Channel
-from multitask_rl.config.run import BatchConfig, EvalConfig, RayConfig, RolloutConfig, TrackingConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    EvalConfig,
+    LoraConfig,
+    ModelConfig,
+    RayConfig,
+    RolloutConfig,
+    TrackingConfig,
+)
 from multitask_rl.executor import engine as ray_engine
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import MergedWeights, add_adapters
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, collect
 from multitask_rl.rollout.hf import HFEngine
@@ -46,6 +56,8 @@ STEPS, PROMPTS, GROUP = 3, 16, 8
 CASES = ((1, 32), (2, 32), (2, 128), (4, 32))
 """Number of ranks or engines, and most tokens of a response."""
 WITHIN = 0.15
+LORA = 16
+"""Rank of the adapters that travel alone."""
 sent: Counter[str] = Counter()
 ONE_TASK = TASKS[: TASKS.index("  digit:")].replace("      - {plugin: rewards.py:is_short, weight: 0}\n", "")
 
@@ -73,6 +85,18 @@ def receiving(channel: Channel, deadline: float | None = None, original: Any = C
     return message
 
 
+class Stored:
+    """Stands in for a reference to ``value`` in the object store; each engine fetches the value once."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        count("stored", value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as a few bytes: pickles are counted here, and never read."""
+        return (Stored, (None,))
+
+
 class Group:
     """Stands in for ``ActorGroup``: the objects live here, calls and answers are pickled."""
 
@@ -87,7 +111,8 @@ class Group:
     def submit(self, index: int, method: str, *arguments: Any) -> int:
         """Call at once; return the number of the answer."""
         count(f"engines {method}", arguments)
-        self._answers[len(self._answers)] = getattr(self._objects[index], method)(*arguments)
+        given = [value.value if isinstance(value, Stored) else value for value in arguments]
+        self._answers[len(self._answers)] = getattr(self._objects[index], method)(*given)
         return len(self._answers) - 1
 
     def poll(self, calls: Mapping[int, Any], _within: float) -> tuple[int, Any, bool]:
@@ -137,9 +162,13 @@ def ranks(directory: Path, number: int, most: int) -> dict[str, Any]:
     }
 
 
-def engines(directory: Path, number: int, most: int) -> dict[str, Any]:
+def engines(directory: Path, number: int, most: int, rank: int = 0) -> dict[str, Any]:
     """Return what a step of ``number`` engines sends, in bytes, and the shape of the step."""
     actor: Actor = build_actor()
+    parameters = sum(p.numel() for p in actor.model.parameters())
+    if rank:
+        lora = LoraConfig(rank=rank)
+        actor = Actor(add_adapters(actor.model, lora), actor.tokenizer, ModelConfig(lora=lora))
     settings, sampling = RolloutConfig(max_new_tokens=most), SamplingParams(max_new_tokens=most)
     replicas = RayConfig(num_engines=number)
     engine = ray_engine.RayEngine(HFEngine, actor, settings, seed=0, output_dir=directory, ray=replicas)
@@ -153,13 +182,15 @@ def engines(directory: Path, number: int, most: int) -> dict[str, Any]:
     ]
     groups = collect(requests, engine.generate_stream(requests))
     found = {
-        "weights": sent["engines update_weights"],
+        "weights": sent["engines update_weights"] + number * sent["stored"],
         "samples from engines": sent["engines begin"] + sent["engines answers"],
     }
     samples = PROMPTS * GROUP
     return {
         "measured": found,
-        "parameters": sum(p.numel() for p in actor.model.parameters()),
+        "parameters": parameters,
+        "adapters": sum(p.numel() for p in actor.trainable_parameters()) if rank else 0,
+        "adapted": len(weights.adapters) if isinstance(weights := actor.state_dict(), MergedWeights) else 0,
         "samples": samples,
         "learned": samples,
         "tokens": 4 + sum(len(one.response_ids) for group in groups for one in group) / samples,
@@ -174,7 +205,8 @@ def main() -> int:
     stands_in: list[tuple[Any, str, Any]] = [
         (build, "LocalRank", ForkedRank),
         (ray_engine, "ActorGroup", Group),
-        (ray, "put", lambda weights: weights),
+        (ray, "put", Stored),
+        (ray, "get", lambda stored: stored.value),
         (Channel, "send", sending),
         (Channel, "receive", receiving),
     ]
@@ -184,15 +216,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         write_run(directory, ONE_TASK)
-        for measure in (ranks, engines):
+        for measure in (ranks, engines, partial(engines, rank=LORA)):
+            of = "ranks" if measure is ranks else "engines"
             for number, most in CASES:
                 found = measure(directory, number, most)
-                shape = {name: found[name] for name in ("parameters", "samples", "learned", "tokens")}
-                model = traffic(
-                    Run(**shape, **{measure.__name__: number}, weight_bytes=4, stored=found["samples"])
-                )
+                names = ("parameters", "samples", "learned", "tokens", "adapters", "adapted")
+                shape = {name: found[name] for name in names if name in found}
+                model = traffic(Run(**shape, **{of: number}, weight_bytes=4, stored=found["samples"]))
                 for line, size in found["measured"].items():
-                    row = {"of": measure.__name__, "number": number, "line": line, "bytes": round(size)}
+                    row = {"of": of, "number": number, "line": line, "bytes": round(size)}
                     rows.append(row | {"model": round(model[line])} | shape)
     off = [r for r in rows if abs(r["bytes"] - r["model"]) > WITHIN * max(r["bytes"], 2000)]
     document = {"command": "python benchmarks/traffic.py", "rows": rows, "off": off}

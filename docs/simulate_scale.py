@@ -30,6 +30,10 @@ class Run:
     stored: float = 0.0
     """Samples of a step that are stored in ``rollouts.jsonl``."""
     tasks: int = 1
+    adapters: float = 0
+    """Their parameters (LoRA); 0 = all weights travel."""
+    adapted: int = 0
+    """Layers that have adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,8 @@ RANK = (436.0, 10.3)
 REWARD = (135.0, 5.0)
 STORED = (537.0, 17.9)
 ENGINE = (0.0, 11.4)
+LAYER = 2100.0
+"""Bytes of a layer of adapters, without its numbers."""
 
 
 def traffic(run: Run) -> dict[str, float]:
@@ -70,7 +76,7 @@ def traffic(run: Run) -> dict[str, float]:
     is_shared = run.ranks > 1
     return {
         "collectives": run.parameters * (4.0 * run.ranks + run.weight_bytes) * is_shared,
-        "weights": run.parameters * run.weight_bytes * run.engines,
+        "weights": ((run.adapters or run.parameters) * run.weight_bytes + LAYER * run.adapted) * run.engines,
         "samples to ranks": messages(RANK, run.learned * others),
         "samples from engines": messages(ENGINE, run.samples),
         "rewards": messages(REWARD, run.samples),

@@ -23,6 +23,7 @@ from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorCall, ActorGroup
 from multitask_rl.executor.replica import EngineReplica, without_monitors
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import MergedWeights
 from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
 from multitask_rl.records import Event
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
@@ -37,7 +38,7 @@ _LINE = 64
 """Bytes of a line of the processor's cache."""
 _MOST_LOSSES = 3
 """So many replicas may be lost with one sample: then the sample is the likely cause."""
-_BEAT_S = 10.0
+_BEAT_S = 2.0
 """A replica at work answers at least so often."""
 _LATE = 2.0
 """A share is late after so many times the seconds of the shares that have ended."""
@@ -98,7 +99,9 @@ class RayEngine(RolloutEngine):
     ) -> None:
         directory = (output_dir / "ray_start").resolve()
         actor.save_for_engine(directory)
-        device = "cuda" if ray.gpus_per_engine else "cpu"
+        device = self._device = "cuda" if ray.gpus_per_engine else "cpu"
+        self._base: WeightStream | None = None
+        """Below adapters, in the object store."""
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
         tokenizer, autocast = actor.tokenizer, actor.config.autocast
         attention = actor.model.config._attn_implementation.replace(FLOAT32, "sdpa")
@@ -377,8 +380,15 @@ class RayEngine(RolloutEngine):
         self._wait_for(1)
 
     def _set_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
-        like = {name: tensor.detach().to("meta") for name, tensor in like_of(weights).items()}
-        self._weights = WeightStream(like, StoredBuckets(weights))
+        import ray
+
+        if isinstance(weights, MergedWeights) and weights.device.type == self._device:
+            # the base weights never change: after the first time only the adapters travel
+            self._base = self._base or _stored(weights.base)
+            stored: WeightStream = weights.over(self._base)
+        else:
+            stored = _stored(weights)
+        self._weights = ray.put(stored)
         self.policy_version = policy_version
 
     def close(self) -> None:
@@ -400,6 +410,12 @@ def _placed(tensor: Tensor, place: int) -> Tensor:
     room = torch.empty(size + _LINE, dtype=torch.uint8)
     start = (place - room.data_ptr()) % _LINE
     return room[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _stored(weights: Mapping[str, Tensor]) -> WeightStream:
+    """Put ``weights`` into the object store; return them as they are read there."""
+    like = {name: tensor.detach().to("meta") for name, tensor in like_of(weights).items()}
+    return WeightStream(like, StoredBuckets(weights))
 
 
 class StoredBuckets:

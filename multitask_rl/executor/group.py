@@ -11,6 +11,7 @@ import fcntl
 import logging
 import math
 import os
+import pickle
 import shutil
 import signal
 import threading
@@ -125,18 +126,24 @@ def _check_node() -> None:
 
 
 class _Host:
-    """The Ray actor: holds one object and calls its methods."""
+    """The Ray actor: holds one object, made at the first call, and calls its methods.
 
-    def __init__(
-        self, make: Callable[[int], Any], index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()
-    ) -> None:
-        with without_collector():
-            self._object = make(index)
+    ``make`` is pickled: reading it imports what it uses, and the place of the actor is known before.
+    """
+
+    def __init__(self, make: bytes, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
+        self._make, self._index = make, index
+        self._lock = threading.Lock()
+        self._object: Any = None
         for method, arguments in begin:
             self.call(method, *arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call ``method``, whose name may have dots (``pool.score``)."""
+        with self._lock:
+            if self._object is None:
+                with without_collector():
+                    self._object = pickle.loads(self._make)(self._index)
         return attrgetter(method)(self._object)(*arguments)
 
 
@@ -190,7 +197,7 @@ class ActorGroup:
                     ActorGroup._session = _Session(Path(context.address_info["session_dir"]))
         ActorGroup._num_groups += 1
         self.name = name
-        self._make = make
+        self._make: bytes = ray.cloudpickle.dumps(make)
         self._actors: list[Any] = [None] * size
         self._placed: dict[int, Any] = {}
         """By index: a reference that is ready when the actor's process runs."""

@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.models.lora import MergedWeights
 from multitask_rl.rollout.base import Ended, GenerationRequest, Monitor, RolloutEngine
 
 if TYPE_CHECKING:
@@ -175,6 +176,8 @@ class EngineReplica:
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` from now on."""
         self.stop()
+        if isinstance(weights, MergedWeights):
+            weights.to_device()
         if self._model is None:
             self._engine.update_weights(weights, policy_version)
             return

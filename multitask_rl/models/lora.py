@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -97,39 +98,77 @@ def _import_peft(needs: str) -> Any:
     return peft
 
 
-def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> WeightStream:
-    """Return the weights of the base model with the adapters merged in; the model is unchanged.
+class MergedWeights(WeightStream):
+    """The weights of a base model, each with its adapters merged in when it is read.
 
     ``merge_adapter`` and ``unmerge_adapter`` would replace the base weights, which are the reference policy
     and in no checkpoint, by ``(w + d) - d``: rounding that grows with every step.
+
+    Args:
+        base: weights of the base model; an update does not change them.
+        adapters: name of a weight -> the layer of peft with its adapters.
+        device: where they are merged.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], adapters: Mapping[str, Any], device: torch.device) -> None:
+        self.base, self.adapters, self.device = base, adapters, device
+        super().__init__(like_of(base), self._merge)
+
+    @torch.no_grad()
+    def _merge(self, bucket: Sequence[str]) -> dict[str, Tensor]:
+        merged = {}
+        for name in bucket:
+            own = merged[name] = self.base[name].detach().to(self.device, copy=True)
+            if (layer := self.adapters.get(name)) is not None:
+                for adapter in layer.active_adapters:
+                    own += layer.get_delta_weight(adapter).to(own)
+        return merged
+
+    def over(self, base: Mapping[str, Tensor]) -> MergedWeights:
+        """Return a copy of the adapters, without the layers below them, over ``base`` on another node.
+
+        ``to_device`` has to follow there.
+        """
+        return MergedWeights(base, {n: _above(layer) for n, layer in self.adapters.items()}, self.device)
+
+    def to_device(self) -> None:
+        """Move the adapters where they are merged."""
+        for layer in self.adapters.values():
+            layer.to(self.device)
+
+
+def _above(layer: Any) -> Any:
+    """Return a copy of a layer of peft on the CPU, without the layer that it adapts."""
+    light = copy.copy(layer)
+    light._modules = {name: part for name, part in layer._modules.items() if name != "base_layer"}
+    return copy.deepcopy(light).cpu()
+
+
+def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> MergedWeights:
+    """Return the weights of the base model with the adapters merged in; the model is unchanged.
 
     ``weights`` are those of the base model, by name in ``model``, if they are not there.
     """
     base: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
     like = like_of(base)
-    adapted = {
-        f"{name}.base_layer.weight": module
-        for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
-    }
     names = {
         name.replace("base_model.model.", "").replace(".base_layer", ""): name
         for name in like
         if "lora_" not in name
     }
-
-    @torch.no_grad()
-    def bring(bucket: Sequence[str]) -> dict[str, Tensor]:
-        merged = {}
-        for short in bucket:
-            own = base[names[short]].detach().clone()
-            if (module := adapted.get(names[short])) is not None:
-                for adapter in module.active_adapters:
-                    own += module.get_delta_weight(adapter).to(own)
-            merged[short] = own
-        return merged
-
-    return WeightStream({short: like[name] for short, name in names.items()}, bring)
+    adapted = {
+        f"{name}.base_layer.weight": module
+        for name, module in model.named_modules()
+        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+    }
+    return MergedWeights(
+        WeightStream(
+            {short: like[name] for short, name in names.items()},
+            lambda bucket: {short: base[names[short]] for short in bucket},
+        ),
+        {short: adapted[name] for short, name in names.items() if name in adapted},
+        next(model.parameters()).device,
+    )
 
 
 def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:

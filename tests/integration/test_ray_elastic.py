@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from model_builders import build_actor
-from multitask_rl.config.run import RayConfig, RolloutConfig
+from multitask_rl.config.run import LoraConfig, ModelConfig, RayConfig, RolloutConfig
 from multitask_rl.executor import engine as ray_engine
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, collect
 from multitask_rl.rollout.hf import HFEngine
@@ -158,5 +160,41 @@ def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
             assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
         print(seconds)
         assert seconds[ray_engine._LATE] < 0.6 * seconds[1e9]
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_after_the_first_time_adapters_travel_alone_and_are_merged_to_the_same_bits(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    plain = build_actor()
+    with_adapters: Any = add_adapters(plain.model, LoraConfig(rank=2))
+    actor = Actor(with_adapters, plain.tokenizer, ModelConfig(lora=LoraConfig(rank=2)))
+    put, sizes = ray.put, list[int]()
+
+    def counted(value: Any) -> Any:
+        sizes.append(len(ray.cloudpickle.dumps(value)))
+        return put(value)
+
+    monkeypatch.setattr(ray, "put", counted)
+    config = RayConfig(num_engines=1)
+    engine = RayEngine(HFEngine, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=config)
+    try:
+        first = sum(sizes)
+        for version in (1, 2):
+            sizes.clear()
+            with torch.no_grad():
+                for parameter in actor.trainable_parameters():
+                    parameter.normal_(std=0.1)
+            expected = {name: value.clone() for name, value in actor.state_dict().items()}
+            engine.update_weights(actor.state_dict(), version)
+            assert engine._group is not None
+            found = ray.get(engine._group.submit(0, "_model.state_dict"))
+            assert all(torch.equal(found[name], value) for name, value in expected.items())
+            assert len(sizes) == 1
+            print("bytes", first, sizes)
     finally:
         engine.close()

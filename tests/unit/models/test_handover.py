@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.models.lora import MergedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -63,6 +65,26 @@ def test_a_plain_model_loads_with_the_actors_logits(tmp_path: Path, rank: int, t
     with torch.no_grad():
         expected, found = actor.model(input_ids=ids).logits, loaded(input_ids=ids).logits
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_that_travel_alone_are_merged_to_the_same_bits(dtype: torch.dtype) -> None:
+    actor = _actor(2, True)
+    actor.model.to(dtype)
+    merged = actor.state_dict()
+    assert isinstance(merged, MergedWeights)
+    light = merged.over({})
+    sent = pickle.dumps(light.adapters)
+    base = {name: merged.base[name].clone() for name in merged}
+    there = MergedWeights(base, pickle.loads(sent), torch.device("cpu"))
+    there.to_device()
+    changed = [name for name in merged if not torch.equal(merged[name], base[name])]
+    assert len(changed) == 7, "each linear layer of the block"
+    for name, value in merged.items():
+        assert torch.equal(there[name], value), name
+    numbers = sum(p.numel() for layer in pickle.loads(sent).values() for p in layer.parameters())
+    assert numbers == sum(p.numel() for p in actor.trainable_parameters()), "adapters alone"
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
