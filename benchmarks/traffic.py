@@ -69,8 +69,8 @@ def count(name: str, message: Any) -> None:
 
 def sending(channel: Channel, message: Any, original: Callable[..., None] = Channel.send) -> None:
     """Count a message to a rank by the method it calls, to a reward worker as ``rewards``."""
-    if isinstance(message, tuple) and callable(message[0]):
-        count(f"ranks {message[0].__name__}", message)
+    if isinstance(message, tuple) and len(message) == 2 and isinstance(message[0], str):
+        count(f"ranks {message[0]}", message)
     elif isinstance(message, tuple) and len(message) == 3:
         count("rewards", message)
     original(channel, message)

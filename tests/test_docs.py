@@ -130,7 +130,8 @@ def test_the_cost_model_of_scale_is_what_its_script_prints_and_what_was_measured
     assert table in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
     rows = json.loads((ROOT / "benchmarks" / "results" / "traffic.json").read_text())["rows"]
     for row in rows:
-        shape = {name: row[name] for name in ("parameters", "samples", "learned", "tokens")}
+        names = ("parameters", "samples", "learned", "tokens", "adapters", "adapted")
+        shape = {name: row[name] for name in names if name in row}
         run = model["Run"](**shape, weight_bytes=4, stored=row["samples"], **{row["of"]: row["number"]})
         assert model["traffic"](run)[row["line"]] == pytest.approx(row["bytes"], rel=0.15, abs=1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -31,6 +31,10 @@ class WeightStream(Mapping[str, Tensor]):
         self._bring = bring
         self._bucket_of = {name: names for names in self.buckets for name in names}
         self._held: Mapping[str, Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the bucket that was read last."""
+        return {**self.__dict__, "_held": {}}
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._held:
