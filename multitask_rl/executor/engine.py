@@ -193,6 +193,7 @@ class RayEngine(RolloutEngine):
                 for index, chosen in self._shares(requests).items():
                     begin(index, [(i, j) for i in chosen for j in range(len(requests[i].seeds))])
             while unfinished and (calls or waiting):
+                waiting &= unfinished
                 idle = sorted(self._ready - given.keys())
                 for share in given.values():
                     if idle and share.seconds_left(paces) <= 0:

@@ -158,7 +158,6 @@ def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
             seconds[late] = time.monotonic() - began
             assert _ids(parts) == expected
             assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
-        print(seconds)
         assert seconds[ray_engine._LATE] < 0.6 * seconds[1e9]
     finally:
         engine.close()
@@ -184,6 +183,7 @@ def test_after_the_first_time_adapters_travel_alone_and_are_merged_to_the_same_b
     engine = RayEngine(HFEngine, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=config)
     try:
         first = sum(sizes)
+        assert first > sum(value.nbytes for value in plain.model.state_dict().values())
         for version in (1, 2):
             sizes.clear()
             with torch.no_grad():
@@ -194,7 +194,6 @@ def test_after_the_first_time_adapters_travel_alone_and_are_merged_to_the_same_b
             assert engine._group is not None
             found = ray.get(engine._group.submit(0, "_model.state_dict"))
             assert all(torch.equal(found[name], value) for name, value in expected.items())
-            assert len(sizes) == 1
-            print("bytes", first, sizes)
+            assert sum(sizes) < first / 3
     finally:
         engine.close()
