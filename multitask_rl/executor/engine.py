@@ -283,12 +283,16 @@ class RayEngine(RolloutEngine):
         return [Event(step=step, source="engine", kind=kind, reason=reason) for kind, reason in events]
 
     def _load(self, index: int) -> None:
-        """Let the replica ``index`` build its engine, without a limit: it may have to wait for a node."""
-        self._joining[self._open().submit(index, "load")] = ActorCall(index, "load")
+        """Let the replica ``index`` build its engine, without a limit: it may have to wait for a node.
+
+        An error ends the run only if no other replica is there.
+        """
+        call = ActorCall(index, "load", is_fatal=bool(self._ready))
+        self._joining[self._open().submit(index, "load")] = call
 
     def _send_weights(self, index: int, silent_s: float = 0.0) -> None:
         sent = self._open().submit(index, "update_weights", self._weights, self.policy_version)
-        self._joining[sent] = ActorCall(index, "update_weights", self._limit_s, silent_s)
+        self._joining[sent] = ActorCall(index, "update_weights", self._limit_s, silent_s=silent_s)
 
     def _lose(self, index: int) -> None:
         """Start the dead replica ``index`` again; if it never was ready since, not before the next update."""
@@ -297,7 +301,8 @@ class RayEngine(RolloutEngine):
         self._homes = {c: home for c, home in self._homes.items() if home != index}
         self._deaths[index] += 1
         self._absent.add(index)
-        self._tell("lost", f"rollout replica {index} is lost, {self._number()}: {group.causes[index]}")
+        if self._deaths[index] <= 2:  # each update tries again
+            self._tell("lost", f"rollout replica {index} is lost, {self._number()}: {group.causes[index]}")
         if self._deaths[index] == 1:
             group.replace(index)
             self._load(index)

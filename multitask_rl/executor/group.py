@@ -42,6 +42,8 @@ class ActorCall:
     method: str
     limit_s: float = math.inf
     """An actor that has not answered after so many seconds of waiting is killed."""
+    is_fatal: bool = False
+    """An actor whose method raises is killed, too, and the error is the cause of its death."""
     silent_s: float = 0.0
     looked_at: float = field(default_factory=time.monotonic)
 
@@ -271,7 +273,7 @@ class ActorGroup:
             The index of the actor, the result, and whether the actor died instead.
 
         Raises:
-            MultitaskRLError: the method raised it; it keeps its type.
+            MultitaskRLError: the method raised it, and the call is not fatal; it keeps its type.
             EngineError: the method raised another error, or the Ray node of this process is dead.
         """
         while not (found := self.poll(calls, _REPORT_EVERY_S)):
@@ -324,6 +326,10 @@ class ActorGroup:
             return None, True
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
+            if call.is_fatal:
+                self._note_death(call.index, f"{type(cause).__name__}: {cause}")
+                self.kill(call.index)
+                return None, True
             if isinstance(cause, MultitaskRLError):
                 # Ray raises a subclass of its own making; the first class of ours is the one that was raised
                 for own_class in type(cause).__mro__:

@@ -17,6 +17,7 @@ import torch
 
 from model_builders import build_actor
 from multitask_rl.config.run import LoraConfig, ModelConfig, RayConfig, RolloutConfig
+from multitask_rl.errors import EngineError
 from multitask_rl.executor import engine as ray_engine
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.models.actor import Actor
@@ -54,6 +55,8 @@ class Slow(HFEngine):
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> Slow:
         engine = super().build(actor, config, seed=seed, output_dir=output_dir)
         assert isinstance(engine, cls)
+        if (output_dir / "broken").exists():
+            raise EngineError("this node has no such disk")
         output_dir.mkdir(parents=True, exist_ok=True)
         engine.place = output_dir
         (output_dir / "pid").write_text(str(os.getpid()))
@@ -139,6 +142,34 @@ def test_a_replica_that_hangs_is_replaced_and_repeats_what_had_not_ended(
 
 def _ended(groups: Sequence[Sequence[Generation]]) -> list[Ended]:
     return [(i, j, generation) for i, group in enumerate(groups) for j, generation in enumerate(group)]
+
+
+def test_a_replica_that_cannot_start_is_left_out_while_another_samples(cluster: None, tmp_path: Path) -> None:
+    ray = RayConfig(num_engines=2)
+    actor = build_actor()
+    engine = RayEngine(Slow, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=ray)
+    broken = tmp_path / "ray_start" / "replica-1" / "broken"
+    try:
+        expected = _ids(list(engine.generate_stream(REQUESTS)))
+        broken.touch()
+        os.kill(_pid(tmp_path, 1), signal.SIGKILL)
+        told: list[str] = []
+        for _ in range(60):
+            engine.update_weights(actor.state_dict(), 0)
+            assert _ids(list(engine.generate_stream(REQUESTS))) == expected
+            told += [event.reason for event in engine.health_events(0)]
+            if any("EngineError: this node has no such disk" in reason for reason in told):
+                break
+        assert len(told) == 2, "the death, and why it did not start; not each attempt"
+        broken.unlink()
+        for _ in range(60):
+            engine.update_weights(actor.state_dict(), 0)
+            assert _ids(list(engine.generate_stream(REQUESTS))) == expected
+            if events := engine.health_events(0):
+                break
+        assert [event.kind for event in events] == ["joined"]
+    finally:
+        engine.close()
 
 
 def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
