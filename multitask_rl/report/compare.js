@@ -94,10 +94,10 @@ function showDifferences(body, data) {
     const paired = row => [["prompts", row.paired], ["seeds", row.paired_seeds]].filter(([, is]) => is).map(([name]) => name).join(", ") || "no";
     box.replaceChildren(
       table(`${one.other} against ${one.base}: 95 % interval of the difference`,
-        ["task", "verdict", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "runs", "prompts", "paired by", "metric"],
+        ["task", "verdict", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "metric", "runs", "prompts", "paired by"],
         rows.map(([task, row]) => [task,
           make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict),
-          row.before, row.after, row.delta, ends(row), bar(row, most), row.seeds.join(" + "), row.n, paired(row), row.metric])),
+          row.before, row.after, row.delta, ends(row), bar(row, most), row.metric, row.seeds.join(" + "), row.n, paired(row)])),
       make("ul", { class: "plain small" }, rows.filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
       one.only_in_one.length ? make("p", { class: "small" }, `Tasks in only one of them: ${one.only_in_one.join(", ")}`) : "",
       make("p", { class: "small muted" }, "Where both arms have several runs, the interval is that of other seeds and other prompts, else that of other prompts. Each stands alone. Verdicts are read together: p-values are corrected for all of this page (Holm)."));
