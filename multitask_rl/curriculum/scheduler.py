@@ -225,11 +225,12 @@ class DynamicTaskWeightScheduler:
             )
             events.append(_event("warn", reason, data={"known": known}))
         events += self._gate.update(self._policy, stats, step)
+        if step - self._reported_at < _STEPS_BETWEEN_REPORTS:
+            return [dataclasses.replace(event, step=step) for event in events]
         new, old = self.weights(), self._reported
         changes = {task: abs(share - old.get(task, 0.0)) for task, share in new.items()}
         task = max(changes, key=lambda t: (changes[t], t))
-        is_due = step - self._reported_at >= _STEPS_BETWEEN_REPORTS
-        if is_due and changes[task] >= _MIN_REPORTED_CHANGE:
+        if changes[task] >= _MIN_REPORTED_CHANGE:
             self._reported, self._reported_at = new, step
             reasons = self._policy.reasons()
             change = f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}"
@@ -321,9 +322,9 @@ class DynamicTaskWeightScheduler:
 
         Names are ``task/<name>/...``.
         """
-        values = {}
-        for task, trace in self._policy.traces.items():
-            if trace.steps and (tasks is None or task in tasks):
+        values, traces = {}, self._policy.traces
+        for task in traces if tasks is None else tasks:
+            if task in traces and (trace := traces[task]).steps:
                 values[f"task/{task}/level"] = trace.level
                 values[f"task/{task}/informative"] = trace.informative
                 values[f"task/{task}/held"] = float(task in self._gate.held)

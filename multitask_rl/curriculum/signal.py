@@ -115,13 +115,15 @@ class TaskTrace:
 
         The gain for ``n`` prompts is ``min(smoothing, n / prompts_averaged)``, at least ``n`` over all.
         """
+        if stats.num_prompts <= 0:
+            return None
         value, statistic = stats.metrics.get(metric_key, math.nan), stats.statistics.get(metric_key)
         if metric_key == REWARD_SCORE:
             value = stats.reward_mean + stats.shift
         elif statistic is not None and statistic.direction is Direction.lower:  # ``1 - x`` of a bad rate
             ends = statistic.low + statistic.high
             value = ends - value if math.isfinite(ends) else -value
-        if stats.num_prompts <= 0 or not math.isfinite(value):
+        if not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
         before, n = self.raw.value, stats.num_prompts

@@ -45,8 +45,9 @@ class StepHistory:
                 "updates": float(seen.num_informative),
                 "prompts": float(seen.num_prompts),
                 "reward": seen.reward_mean,
-                **{name: seen.metrics.get(name, math.nan) for name in _METRICS},
             }
+            for name in _METRICS:
+                entry[name] = seen.metrics.get(name, math.nan)
             self._steps.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
     def find_culprit(self, victim: str, since: int) -> str:

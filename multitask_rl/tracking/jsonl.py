@@ -192,7 +192,9 @@ class JsonlTracker(Tracker):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        self._append("metrics.jsonl", [{"step": step, **metrics}])
+        # a number that is not finite would make the line twice
+        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._append("metrics.jsonl", [{"step": step, **numbers}])
 
     def log_event(self, event: Event) -> None:
         """Append one line."""
