@@ -11,6 +11,7 @@ its resident memory, libraries included, at its highest in each part; a thread l
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -59,19 +60,18 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, mode: str) -> dict[str, float]:
     """Train one step; return GiB by part."""
-    from generators import extraction_rows, instruction_rows
-
     from multitask_rl.config.run import RunConfig
     from multitask_rl.config.schema.build import build_dataclass
     from multitask_rl.config.schema.located_yaml import Where
     from multitask_rl.trainer import Trainer
     from multitask_rl_tasks.suite import write_rows
 
+    made: Any = importlib.import_module("generators")
     is_bfloat16 = mode == "bfloat16"
     found = {"libraries": resident()}
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        rows = {"instructions": instruction_rows, "extraction": extraction_rows}
+        rows = {"instructions": made.instruction_rows, "extraction": made.extraction_rows}
         rewards = {"instructions": "ifeval", "extraction": "json_schema"}
         tasks: dict[str, Any] = {
             task: {

@@ -44,7 +44,7 @@ tasks:
     rewards: [rewards.py:is_short]
     constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}]
 """
-CLOCK = ("time", "second", "memory", "/s", "_s", "overlap", "utilisation", "waits_for")
+CLOCK = ("system/", "time", "second", "memory", "/s", "_s", "overlap", "utilisation", "waits_for")
 
 
 def machine() -> str:
