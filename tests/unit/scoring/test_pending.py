@@ -171,7 +171,7 @@ class OneActor:
         self.given.update(zip(places, rollouts, strict=True))
         return number, tuple(places)
 
-    def first(self, sent, call):
+    def first(self, sent):
         sent.popitem()
 
     def call(self, call, work):
