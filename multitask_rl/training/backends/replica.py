@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,9 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.forward import assume_split
 from multitask_rl.training.runner import ModelRunner
+
+_END_WITHIN_S = 2.0
+"""A rank ends at most so many seconds after rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +83,8 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.sendall(f"{token} {rank:08d}".encode())
     channel = Channel(sock)
+    has_ended = threading.Event()
+    threading.Thread(target=_end_with, args=(sock, has_ended), name="trainer-watch", daemon=True).start()
     replica: Replica | None = None
     with contextlib.suppress(EOFError, OSError):
         try:
@@ -95,10 +102,24 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
         except Exception:  # noqa: BLE001 - rank 0 raises it; its collectives end with this process
             channel.send(("failed", (None, traceback.format_exc())))
             return False
+        finally:
+            has_ended.set()
     if replica is not None:
         replica.ranks.close()
     channel.close()
     return True
+
+
+def _end_with(sock: socket.socket, has_ended: threading.Event) -> None:
+    """End this process soon after rank 0 hung up, unless ``serve`` has returned: it may wait for hours.
+
+    The store and gloo look minutes for a trainer that was killed, and NCCL's collectives do not notice.
+    """
+    watch = select.poll()
+    watch.register(sock, getattr(select, "POLLRDHUP", select.POLLHUP))
+    watch.poll()
+    if not has_ended.wait(_END_WITHIN_S):
+        os._exit(1)
 
 
 def register_outputs(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
+from forked import ForkedRank
 from learner_benches import (
     Bench,
     RanksBench,
@@ -30,6 +31,7 @@ from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.backends.context import cut_sequences
 from multitask_rl.training.backends.rank_group import RankGroup
+from multitask_rl.training.backends.replica import Setup
 from multitask_rl.training.backends.skeleton import freeze, thaw
 from multitask_rl.training.balance import deal
 from multitask_rl.training.microbatch import make_microbatch
@@ -162,6 +164,32 @@ def test_a_rank_that_dies_while_all_meet_is_named_at_once():
     with pytest.raises(TrainingError, match="learner rank 1 was killed by SIGKILL during the start"):
         RankGroup(bench.main, bench.config, Dying, devices=[("cpu", "cpu")] * 2)
     assert time.monotonic() - began < 60  # the library's own limit is three minutes
+
+
+def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():
+    bench = Bench()
+    runner = bench.main.runner
+    frozen, _ = freeze((runner.actor, runner.critic, None, None, {}, bench.main.tasks, bench.config))
+    devices = [("cpu", "cpu")] * 2
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
+        ports = [s.getsockname()[1] for s in (server, store)]
+        rank = ForkedRank({"host": "127.0.0.1", "port": ports[0], "token": "t", "rank": 1})
+        trainer = Channel(server.accept()[0])
+        trainer._sock.recv(10)
+        store.close()
+        setup = Setup(
+            sizes=(2, 1, 1, 0), host="127.0.0.1", port=ports[1], devices=devices, num_threads=1, frozen=frozen
+        )
+        trainer.send(setup)
+        assert trainer.receive() == ("thawed", None)
+        trainer.hang_up()
+    until = time.monotonic() + 10  # the library's own limit is three minutes
+    while not rank.ended() and time.monotonic() < until:
+        time.sleep(0.05)
+    ended = rank.ended()
+    if not ended:
+        rank.kill()
+    assert ended
 
 
 def test_shares_are_about_equal_and_keep_the_samples_of_a_prompt_together():
