@@ -50,6 +50,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.config.task import KLSpec
 from multitask_rl.errors import CheckpointError, MultitaskRLError
+from multitask_rl.executor.group import ActorGroup
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from multitask_rl.run.store import RunStore
@@ -68,6 +69,7 @@ STEPS = 4
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 PARTS: dict[str, tuple[type, str, float]] = {
     "start": (RewardPool, "start", 2.0),
+    "cluster": (ActorGroup, "__init__", 15.0),
     "tracker": (Trackers, "start", 1.5),
     "resume": (RunStore, "resume", 0.05),
     "step": (Trainer, "train_step", 0.3),
@@ -77,6 +79,10 @@ PARTS: dict[str, tuple[type, str, float]] = {
     "end": (Trackers, "finish", 0.3),
 }
 """Part of a run -> the method it begins with, and the seconds after its beginning in which a signal comes."""
+OF_RAY, NOT_OF_RAY = ("cluster",), ("start",)
+"""Parts of a run on Ray alone; the reward pools start in Ray's actors."""
+AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
+"""They tell a dead server of their end first, and give up after a minute: a constant of Ray 2.60."""
 REPEATED = ("step", "save", "evaluation", "judging")
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "memory", "system/")
 RECORDS = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "rollouts.jsonl")
@@ -231,17 +237,17 @@ def _parent(pid: int) -> int:
     return int((_read_proc(pid, "stat").rpartition(b")")[2].split() or [b"", b"0"])[1])
 
 
-def left_over(executor: str) -> list[int]:
-    """Return processes that outlive their trainer by more than ten seconds: they became children of this one.
-
-    Two agents of Ray tell a dead server of their end first, and give up after a minute.
-    """
-    until = time.monotonic() + (150.0 if executor == "ray" else 10.0)
+def left_over(but: tuple[bytes, ...] = (), within_s: float = 10.0) -> list[int]:
+    """Return processes that outlive their trainer by so many seconds: they became children of this one."""
+    until = time.monotonic() + within_s
     while True:
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not (left := sorted(descendants(os.getpid()))) or time.monotonic() > until:
+        left = sorted(
+            pid for pid in descendants(os.getpid()) if not _read_proc(pid, "cmdline").startswith(but)
+        )
+        if not left or time.monotonic() > until:
             return left
         time.sleep(0.1)
 
@@ -342,6 +348,9 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     # the machine may have fewer CPUs; Ray's own kills answer what other programs need
     os.environ.update({"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}', "RAY_memory_monitor_refresh_ms": "0"})
     shared = set(os.listdir("/dev/shm"))
+    others = NOT_OF_RAY if executor == "ray" else OF_RAY
+    if executor == "ray":
+        import ray  # noqa: F401 - before attempts are forked
     began = time.monotonic()
     child, pipe = attempt(tiny_config(directory, "whole", executor), directory / "whole.log")
     if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
@@ -360,7 +369,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
         for turn in range(100):
             part, nth, after = "", 0, 0.0
             if turn < 6 and sum(done.values()) < kills:
-                part = rng.choice(list(PARTS))
+                part = rng.choice([part for part in PARTS if part not in others])
                 nth = rng.randint(1, 2) if part in REPEATED else 1
                 after = rng.uniform(0.0, PARTS[part][2])
             kind = rng.choice(KINDS)
@@ -374,7 +383,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
             os.close(pipe)
             codes[code] += 1
             # with Ray the next attempt meets what the former one left
-            if (executor != "ray" or code == 0) and (left := left_over(executor)):
+            if (executor != "ray" or code == 0) and (left := left_over(AGENTS)):
                 wrong.append(f"{name}: processes {left} outlive their trainer ({story})")
                 break
             # a rank that is killed ends the run with an error that names it
@@ -394,7 +403,9 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
         wrong += [f"{name}: {line} ({story})" for line in said]
         if not said:
             shutil.rmtree(directory / name)
-        print(f"{name}: {story} {said or 'equal'}", flush=True)
+        print(f"{name}: {time.monotonic() - began:.0f} s {story} {said or 'equal'}", flush=True)
+    if left := left_over(within_s=90.0):
+        wrong.append(f"processes {left} are left at the end")
     return {
         "executor": executor,
         "kills": sum(done.values()),
@@ -403,11 +414,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
         "by": dict(sorted(done.items())),
         "exit codes": {str(code): n for code, n in sorted(codes.items())},
         "wrong": wrong,
-        "temporary files left": sorted(
-            # Ray keeps its own directory and a link there to the newest session
-            [p.name for p in temporary.iterdir() if p.name != "ray"]
-            + [p.name for p in temporary.glob("ray/session_*") if p.is_dir()]
-        ),
+        "temporary files left": sorted(p.name for p in temporary.iterdir()),
         "shared memory left": sorted(set(os.listdir("/dev/shm")) - shared - _used_elsewhere()),
         "seconds": round(time.monotonic() - began, 1),
     }

@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -31,6 +32,8 @@ _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 _LOOK_EVERY_S = 1.0
 _LOCK = "multitask_rl.lock"
+_MOST_CHARACTERS = 30
+"""Of the directory in which a cluster's own lies: names of sockets have at most 107 bytes."""
 
 
 @dataclass(slots=True)
@@ -91,19 +94,23 @@ def _keeping_sigterm() -> Iterator[None]:
 
 
 class _Session:
-    """The directory ``path`` of a Ray cluster that this process started; Ray would leave its logs there.
+    """A directory for a Ray cluster that this process starts; Ray would leave its logs there.
 
-    A lock in it is held while this process lives. Sessions beside it whose process was killed are removed.
+    A lock in it is held while this process lives. Directories beside it whose process was killed are removed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        new = path / f"{_LOCK}.new"
+    def __init__(self) -> None:
+        parent = os.environ.get("RAY_TMPDIR", "")
+        if not parent:
+            parent = os.environ.get("TMPDIR", "/tmp")
+            parent = parent if len(parent) <= _MOST_CHARACTERS else "/tmp"
+        self.path = Path(tempfile.mkdtemp(prefix="ray_", dir=parent))
+        new = self.path / f"{_LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            new.rename(path / _LOCK)  # a lock that others see is held
-        for lock in path.parent.glob(f"session_*/{_LOCK}"):
+            new.rename(self.path / _LOCK)  # a lock that others see is held
+        for lock in Path(parent).glob(f"ray_*/{_LOCK}"):
             with contextlib.suppress(OSError), lock.open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.parent, ignore_errors=True)
@@ -111,7 +118,7 @@ class _Session:
     def remove(self) -> None:
         """Remove the directory of the stopped cluster."""
         os.close(self._lock)
-        shutil.rmtree(self._path, ignore_errors=True)
+        shutil.rmtree(self.path, ignore_errors=True)
 
 
 def _check_node() -> None:
@@ -187,16 +194,11 @@ class ActorGroup:
         if ActorGroup._num_groups == 0:
             ActorGroup._owns_cluster = not ray.is_initialized()
             if ActorGroup._owns_cluster:
-                with _keeping_sigterm():
-                    context = ray.init(
-                        # without an address Ray would join a cluster that another process started here
-                        address=os.environ.get("RAY_ADDRESS", "local"),
-                        include_dashboard=False if "RAY_ADDRESS" not in os.environ else None,
-                        logging_level=logging.WARNING,
-                        log_to_driver=False,
-                    )
-                if "RAY_ADDRESS" not in os.environ:
-                    ActorGroup._session = _Session(Path(context.address_info["session_dir"]))
+                try:
+                    self._start_cluster()
+                except BaseException:
+                    self._stop_cluster()
+                    raise
         ActorGroup._num_groups += 1
         self.name = name
         self._make: bytes = ray.cloudpickle.dumps(make)
@@ -208,12 +210,13 @@ class ActorGroup:
         number = size if started is None else min(started, size)
         try:
             _check_room(f"{number} x {name}", {"CPU": number * num_cpus, "GPU": number * num_gpus})
+            takes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": max_concurrency}
+            self._host = ray.remote(**takes)(_Host)
+            for index in range(number):
+                self.replace(index)
         except BaseException:
             self.close()
             raise
-        self._host = ray.remote(num_cpus=num_cpus, num_gpus=num_gpus, max_concurrency=max_concurrency)(_Host)
-        for index in range(number):
-            self.replace(index)
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -340,14 +343,30 @@ class ActorGroup:
 
     def close(self) -> None:
         """Kill the actors; the last group also stops a cluster that this process started."""
-        import ray
-
         for index in range(len(self._actors)):
             self.kill(index)
         ActorGroup._num_groups -= 1
         if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
-            with _keeping_sigterm():
-                ray.shutdown()
-            if ActorGroup._session is not None:
-                ActorGroup._session.remove()
-                ActorGroup._session = None
+            self._stop_cluster()
+
+    @staticmethod
+    def _start_cluster() -> None:
+        import ray
+
+        # without an address Ray would join a cluster that another process started here
+        where: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS", "local")}
+        if "RAY_ADDRESS" not in os.environ:
+            ActorGroup._session = _Session()
+            where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
+        with _keeping_sigterm():
+            ray.init(**where, logging_level=logging.WARNING, log_to_driver=False)
+
+    @staticmethod
+    def _stop_cluster() -> None:
+        import ray
+
+        with _keeping_sigterm():
+            ray.shutdown()
+        if ActorGroup._session is not None:
+            ActorGroup._session.remove()
+            ActorGroup._session = None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.config.run import RayConfig, RolloutConfig
+from multitask_rl.executor.group import ActorGroup
 from run_builders import (
     ECHO,
     ECHO_WORLD,
@@ -44,8 +45,8 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
     sessions = Path(tempfile.mkdtemp(dir="/tmp"))  # short: sockets lie in it
     monkeypatch.setenv("RAY_TMPDIR", str(sessions))
     for name, lock in (("killed", "multitask_rl.lock"), ("of_another_program", "raylet.log")):
-        (sessions / "ray" / f"session_{name}").mkdir(parents=True)
-        (sessions / "ray" / f"session_{name}" / lock).touch()
+        (sessions / f"ray_{name}" / "session_1" / "logs").mkdir(parents=True)
+        (sessions / f"ray_{name}" / lock).touch()
     write_run(tmp_path, STREAMING + ECHO + "    max_response_tokens: 6\n")
     (tmp_path / "worlds.py").write_text(ECHO_WORLD)
     settings = {"rollout": RolloutConfig(max_new_tokens=4, lockstep=True)}
@@ -56,7 +57,7 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
         remote = train(
             run_config(tmp_path, "ray", 2, executor="ray", ray=RayConfig(num_engines=1), **settings)
         )
-        left = sorted(path.name for path in (sessions / "ray").glob("session_*") if path.is_dir())
+        left = sorted(path.name for path in sessions.iterdir())
         assert signal.getsignal(signal.SIGTERM).__module__ == __name__
         os.kill(os.getpid(), signal.SIGTERM)  # what Slurm sends: the run must get it, not Ray
         assert told == [signal.SIGTERM]
@@ -64,10 +65,26 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
         signal.signal(signal.SIGTERM, before)
         ray.shutdown()
         shutil.rmtree(sessions)
-    assert left == ["session_of_another_program"]
+    assert left == ["ray_of_another_program"]
     assert any('"flagged"' in row for row in lines(tmp_path / "ray", "rollouts.jsonl"))
     assert weights_hash(remote) == weights_hash(local)
     same = [lines(tmp_path / name, "rollouts.jsonl", without=("world_s",)) for name in ("local", "ray")]
     assert same[0] == same[1]
     rows = [json.loads(line) for line in (tmp_path / "ray" / "rollouts.jsonl").read_text().splitlines()]
     assert_episodes_keep_their_limits([row for row in rows if row["task"] == "echo"], build_tokenizer())
+
+
+def test_an_interrupted_start_leaves_nothing_of_ray(tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(_temp_dir=tmp_path / "ray", **_):
+        (Path(_temp_dir) / "session_1" / "logs").mkdir(parents=True)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(KeyboardInterrupt):
+        ActorGroup("rank", lambda index: index, 1, num_cpus=1.0, num_gpus=0.0)
+    assert list(tmp_path.iterdir()) == []
