@@ -98,7 +98,13 @@ def redacted_keys(value: Any, key: str = "") -> Iterator[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as text: ``40 s``, ``12 min``, ``3.5 h``."""
+    """Return seconds as text.
+
+    >>> [duration(seconds) for seconds in (0.25, 40, 400, 12600)]
+    ['0.25 s', '40 s', '7 min', '3.5 h']
+    """
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

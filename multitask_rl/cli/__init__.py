@@ -8,7 +8,9 @@ traceback.
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -61,8 +63,31 @@ options:
 exit codes: 0 done, 1 failed, 2 bad configuration or usage, 3 stopped by a guard"""
 
 
+class _OnceOffline(logging.Filter):
+    """Shows one line in place of two for each of the five times that the hub's client tries to connect."""
+
+    is_told = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is of something else; print the line for the first that is not."""
+        if not re.search("thrown while requesting|^Retrying in", record.getMessage()):
+            return True
+        if not self.is_told:
+            print(
+                "the Hugging Face hub does not answer: trying again for half a minute (HF_HUB_OFFLINE=1: do "
+                "not ask it)",
+                file=sys.stderr,
+            )
+            self.is_told = True
+        return False
+
+
+_ONCE_OFFLINE = _OnceOffline()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_ONCE_OFFLINE)
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]

@@ -43,9 +43,9 @@ def foretell(config: RunConfig) -> bool:
     print(f"disk:   {estimate.disk_text(config, disk)}")
     seconds = estimate.measure_step(plan, shape, work)
     step = sum(seconds.values())
-    stages = ", ".join(f"{name} {value:.2g} s" for name, value in seconds.items())
+    stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     print(
-        f"time:   {step:.2g} s a step ({stages}), {duration(step * config.max_steps)} for "
+        f"time:   {duration(step)} a step ({stages}), {duration(step * config.max_steps)} for "
         f"{config.max_steps} steps, beside rewards and evaluations; `multitask-rl bench` makes real steps"
     )
     return has_memory and disk["total"] <= estimate.free_bytes(Path(config.output_dir))

@@ -88,7 +88,7 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
         shares = [number(own["shares"].get(task)) for task in trained]
         changes = [own["changes"].get(task) for task in tasks]
         cells = [
-            "-" if c is None else f"{c['delta']:+.3f} ±{number((c['high'] - c['low']) / 2)}" for c in changes
+            "-" if c is None else f"{c['delta']:+.3f} ±{(c['high'] - c['low']) / 2:.3f}" for c in changes
         ]
         table.append(["{} to {}".format(*own["steps"]), *shares, *cells])
     parts = [

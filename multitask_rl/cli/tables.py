@@ -38,8 +38,10 @@ def write_page(options: argparse.Namespace, page: str) -> None:
     """Write the page to ``--html`` and show it if ``--open`` says so; ConfigError if it cannot be written."""
     with path_errors("the page", options.html, "a file that can be written"):
         options.html.write_text(page, encoding="utf-8")
-    if options.open:
-        webbrowser.open(options.html.resolve().as_uri())
+    address = options.html.resolve().as_uri()
+    if not (options.open and webbrowser.open(address)):
+        no_browser = "; no browser was found" if options.open else ""
+        print(f"page: {address}{no_browser}", file=sys.stderr)
 
 
 def write(result: object, as_json: bool, render: Callable[[], str]) -> None:

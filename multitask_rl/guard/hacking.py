@@ -164,10 +164,8 @@ class HackingDetector:
         events = []
         for sign, text in signs.items():
             if sign not in raised:
-                kind, reason = sign if sign in ("hacking", "starved") else "warn", f"{task}: {text}"
-                events.append(
-                    Event(step=step, source="guard", kind=kind, reason=reason, task=task, data=known)
-                )
+                kind = sign if sign in ("hacking", "starved") else "warn"
+                events.append(Event(step=step, source="guard", kind=kind, reason=text, task=task, data=known))
         return events
 
     def forget(self) -> None:

@@ -150,7 +150,7 @@ function showTasks(body, data) {
     const range = side => {
       const means = own.map(one => one[side].mean), low = Math.min(...means), high = Math.max(...means);
       const widest = Math.max(0, ...own.map(one => one[side].low === null ? 0 : one[side].high - one[side].mean));
-      const room = Math.min(1.1 * widest, 0.6 * (high - low)) || widest || 0.05; // a wide interval is cut at the frame
+      const room = Math.min(1.1 * widest, 5 * (high - low)) || widest || 0.05; // an interval wider than this is cut at the frame
       return [low - Math.max(room, 0.08 * (high - low)), high + Math.max(room, 0.08 * (high - low))];
     };
     if (!own.length) { plot.replaceChildren(make("p", { class: "muted" }, "No arm has both tasks.")); return; }
@@ -206,7 +206,7 @@ function showCosts(body, data) {
       return [inUnit(own[pick.value], pick.value) + (own.reached < own.runs ? ` (${own.reached} of ${own.runs} runs)` : ""), own[pick.value]];
     })])));
   body.append(
-    sorted("What a run of each arm has spent, mean; evaluations are not in the seconds", ["arm", ...units],
+    sorted("What a run of each arm has spent, mean; evaluations are not in the time", ["arm", "steps", "samples", "tokens", "time"],
       arms.map((arm, i) => [[named(arm.name), arm.name], ...units.map(unit => [inUnit(result.costs[i][unit], unit), result.costs[i][unit]])])),
     make("p"), make("p", {}, make("label", { for: "cost", class: "muted" }, `to reach ${data.level_is}, in `), pick), box);
   draw();
@@ -268,6 +268,7 @@ const prompts = {
         make("h3", {}, named(this.arms[arm].name)),
         own.flatMap(answer => [make("h4", {}, `step ${answer.step}, seed ${answer.seed ?? "–"}, reward ${digits(answer.reward)} `,
           ...answer.marks.map(text => make("span", { class: "tag warn" }, text))), block(answer.response, "Response")])) : "").filter(Boolean)));
+    below(this.detail);
   },
 };
 

@@ -23,6 +23,8 @@ _MOST_INTERVALS = 12
 """Rows of the table; of more evaluations each row joins several."""
 _MOST_CONDITION = 1e8
 """Of the shares; above it they are taken as collinear."""
+_FEWEST_DEGREES = 3
+"""Of freedom. Student's intervals of one are four times as wide as those of three."""
 
 
 def influence(run: RunRecord) -> dict[str, Any]:
@@ -101,8 +103,9 @@ def _effects(
         x = design[rows][np.isfinite(y)]
         y = y[np.isfinite(y)]
         degrees = len(y) - x.shape[1]
-        if degrees < 1:
-            reasons[f"{x.shape[1] + 1} intervals between evaluations are needed, there are {len(y)}"] = None
+        if degrees < _FEWEST_DEGREES:
+            needed = x.shape[1] + _FEWEST_DEGREES
+            reasons[f"{needed} intervals between evaluations are needed, there are {len(y)}"] = None
             continue
         if np.linalg.cond(x) > _MOST_CONDITION:
             reasons["the shares of the tasks moved together or not at all"] = None

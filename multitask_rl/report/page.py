@@ -266,12 +266,12 @@ def _tiles(
     seconds = [row["time/step_s"] for row in rows.values() if "time/step_s" in row]
     last = max(rows, default=0)
     left = f"of {run.config['max_steps']}" if run.config.get("max_steps") else ""
-    kinds = statistics.multimode(event["kind"] for event in alarms)
+    sources = ", ".join(dict.fromkeys(str(event["source"]) for event in alarms))
     found: list[list[Any]] = [
         ["steps", last, left],
         ["tasks better", verdicts.count("better"), f"of {len(verdicts)}, held out"],
         ["tasks worse", verdicts.count("worse"), f"{verdicts.count('unknown')} without a verdict"],
-        ["warnings and alarms", len(alarms), f"most: {kinds[0]}" if kinds else ""],
+        ["warnings and alarms", len(alarms), sources],
     ]
     if seconds:
         typical = float(f"{statistics.median(seconds):.3g}")

@@ -97,6 +97,11 @@ async function unpack(text) {
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).json();
 }
 
+/** Bring what a choice opened into sight where a narrow window has it below the list. */
+function below(node) {
+  if (matchMedia("(max-width: 820px)").matches && node.getBoundingClientRect().top > innerHeight / 2) node.scrollIntoView();
+}
+
 // ---- theme ----------------------------------------------------------------------------------------------
 
 const dark = matchMedia("(prefers-color-scheme: dark)");

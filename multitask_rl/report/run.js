@@ -346,6 +346,7 @@ const samples = {
     found.sort(([, a], [, b]) => a.sample - b.sample || a.attempt - b.attempt);
     this.opened = found;
     this.render();
+    below(this.detail);
   },
 
   paint() {

@@ -50,7 +50,8 @@ class AlertTracker(Tracker):
         if event.source != "guard" and event.kind != "alarm":
             return
         if self._logs:
-            _LOG.warning("%s %s at step %d: %s", event.source, event.kind, event.step, event.reason)
+            task = f" [{event.task}]" if event.task else ""
+            _LOG.warning("%s %s%s at step %d: %s", event.source, event.kind, task, event.step, event.reason)
         if self._writer is not None:
             self._writer.put([dump_line({**asdict(event), "run": self._run})])
 

@@ -128,21 +128,27 @@ def busy_seconds(spans: Iterable[Span]) -> float:
 def summarise(lines: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Return per stage of ``timeline.jsonl`` ``busy`` and ``waited``, shares of all steps' time.
 
-    ``waited``: the update waited for the stage; for a stage of one task it is named ``<stage>/<task>``.
+    ``waited``: the update waited for the stage. What a stage did for one task is counted in the stage and,
+    after it, as ``<stage>/<task>``.
     """
     busy: dict[str, list[Span]] = {"step": []}
     waits: dict[str, float] = {}
+    tasks: dict[str, list[str]] = {}
     for line in lines:
         stage, task, start, end = line["stage"], line["task"], float(line["start"]), float(line["end"])
-        if stage.startswith(WAIT):
-            name = stage.removeprefix(WAIT) + (f"/{task}" if task else "")
-            waits[name] = waits.get(name, 0.0) + end - start
-        else:
-            busy.setdefault(stage, []).append((start, end))
+        base = stage.removeprefix(WAIT)
+        names = [base, f"{base}/{task}"] if task else [base]
+        own = tasks.setdefault(base, [])
+        own += (name for name in names[1:] if name not in own)
+        for name in names:
+            if stage.startswith(WAIT):
+                waits[name] = waits.get(name, 0.0) + end - start
+            else:
+                busy.setdefault(name, []).append((start, end))
     steps = busy.pop("step")
     if (total := busy_seconds(steps)) <= 0.0:
         return {}
     # the time in both is the sum of the parts less the union
     shares = {n: (busy_seconds(own) + total - busy_seconds(own + steps)) / total for n, own in busy.items()}
-    names = [*shares, *(n for n in waits if n not in shares)]
-    return {n: {"busy": shares.get(n, 0.0), "waited": waits.get(n, 0.0) / total} for n in names}
+    named = [name for base, own in tasks.items() if base != "step" for name in (base, *own)]
+    return {n: {"busy": shares.get(n, 0.0), "waited": waits.get(n, 0.0) / total} for n in named}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from multitask_rl.boundary.printable import REDACTED, EscapingFilter, redact
+from multitask_rl.boundary.printable import REDACTED, EscapingFilter, duration, redact
 from multitask_rl.cli import error_line
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import CheckpointConfig, RunConfig
@@ -121,3 +121,7 @@ def test_what_is_shown_of_an_address_holds_no_secret() -> None:
     line = logging.LogRecord("x", logging.INFO, "", 0, "%s", (text,), None)
     assert EscapingFilter().filter(line)
     assert line.getMessage() == f"no answer from https://{REDACTED}@h/x?token={REDACTED} (twice)"
+
+
+def test_a_duration_is_no_power_of_ten() -> None:
+    assert [duration(s) for s in (0, 0.256, 40, 400, 12600)] == ["0 s", "0.26 s", "40 s", "7 min", "3.5 h"]

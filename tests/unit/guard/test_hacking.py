@@ -68,6 +68,7 @@ def test_kl_budget_entropy_collapse_and_length_drift_are_warned_once_each() -> N
     far = Observation(train_reward=0.5, value=0.5, error=0.02, length=70.0, entropy=0.2, kl=12.0)
     events = [e for step, p in enumerate((unknown, start, far, far)) for e in monitor.observe("a", p, step)]
     assert [(e.kind, e.step) for e in events] == [("warn", 2)] * 3
+    assert not any(e.reason.startswith(e.task) for e in events), "every view names the task beside the reason"
     text = " ".join(e.reason for e in events)
     assert "12.00 nats per response, over its budget of 10" in text
     assert "from 1.000 to 0.200 nats" in text

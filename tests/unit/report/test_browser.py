@@ -214,6 +214,8 @@ def test_a_narrow_window_has_verdicts_and_decisions_in_sight(browser: Any, see: 
     inside = "document.querySelector('#decisions .told').getBoundingClientRect().left"
     frame = "document.querySelector('#decisions ul').getBoundingClientRect().left"
     assert browser.execute_script(f"return {inside} - {frame}") > 8, "texts keep off the frame"
+    see(".list button").click()
+    until(browser, "document.querySelector('.siblings')?.getBoundingClientRect().top < innerHeight", True)
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 

@@ -86,7 +86,7 @@ def test_without_effects_on_others_few_intervals_leave_out_zero() -> None:
     ("shares", "reason"),
     [
         (np.full((2, 40), 0.5), "the shares of the tasks moved together or not at all"),
-        (_wandering(2, 3, 0), "4 intervals between evaluations are needed, there are 3"),
+        (_wandering(2, 5, 0), "6 intervals between evaluations are needed, there are 5"),
         (np.ones((1, 40)), "one task was trained, so all changes are its own"),
     ],
     ids=["constant", "few", "one task"],

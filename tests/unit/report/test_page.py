@@ -76,7 +76,7 @@ def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Pa
         "in its last 20 steps 0.0% of its groups had rewards that differ (mean reward 0.125)"
         in (data["alarms"][0]["reason"])
     )
-    assert data["tiles"][3][:2] == ["warnings and alarms", 1]
+    assert data["tiles"][3] == ["warnings and alarms", 1, "no signal"]
     assert data["tiles"][4] == ["seconds a step", 2.0, "median; 80 s in all steps"]
 
 

@@ -104,7 +104,7 @@ def test_alerts_and_nothing_else_are_posted_in_order_with_the_token(
     assert headers["Authorization"] == "Bearer t0ken"
     assert headers["Content-Type"] == "application/json"
     assert [r.message for r in caplog.records if "rollback" in r.message] == [
-        "guard rollback at step 7: math has regressed"
+        "guard rollback [math] at step 7: math has regressed"
     ]
     tracker.finish("stopped")
     tracker.log_event(event("stop"))
