@@ -34,11 +34,10 @@ from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.models.actor import load_actor
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
-from multitask_rl.training.backend import CreditedSample, TrainingBackend
+from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
-from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner

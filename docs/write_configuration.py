@@ -146,6 +146,7 @@ _GROUPS = {
     "schedulers": "Policies of the scheduler: `scheduler.policy`, keys in `scheduler.policy_config`",
     "guards": "Guards: `guard.plugin`, keys in `guard.guard_config`",
     "rollout_engines": "Engines: `rollout.engine`, keys in `rollout.engine_config`",
+    "training_backends": "Training backends: `training.backend`, keys in `training.backend_config`",
 }
 
 

@@ -36,6 +36,7 @@ CONSTRAINTS = "multitask_rl.constraints"
 ALGORITHMS = "multitask_rl.algorithms"
 SCHEDULERS = "multitask_rl.schedulers"
 GUARDS = "multitask_rl.guards"
+TRAINING_BACKENDS = "multitask_rl.training_backends"
 ROLLOUT_ENGINES = "multitask_rl.rollout_engines"
 SANDBOXES = "multitask_rl.sandboxes"
 TRACKERS = "multitask_rl.trackers"
@@ -47,6 +48,7 @@ GROUPS = (
     ALGORITHMS,
     SCHEDULERS,
     GUARDS,
+    TRAINING_BACKENDS,
     ROLLOUT_ENGINES,
     SANDBOXES,
     TRACKERS,

@@ -17,7 +17,7 @@ from typing import Any
 
 from multitask_rl.cli import COMMANDS, run_command
 from multitask_rl.config.editor_schemas import run_schema
-from multitask_rl.plugins import GUARDS, ROLLOUT_ENGINES, SCHEDULERS, list_plugins
+from multitask_rl.plugins import GUARDS, ROLLOUT_ENGINES, SCHEDULERS, TRAINING_BACKENDS, list_plugins
 from multitask_rl.testing.scaffold import KINDS
 
 SHELLS = ("bash", "zsh", "fish")
@@ -31,7 +31,12 @@ SECOND = {
 """Words -> the words that may follow."""
 WITH_KEYS = ("train", "eval", "bench", "doctor")
 """Commands that take keys of the configuration."""
-_NAMES = {"scheduler.policy": SCHEDULERS, "guard.plugin": GUARDS, "rollout.engine": ROLLOUT_ENGINES}
+_NAMES = {
+    "scheduler.policy": SCHEDULERS,
+    "guard.plugin": GUARDS,
+    "rollout.engine": ROLLOUT_ENGINES,
+    "training.backend": TRAINING_BACKENDS,
+}
 
 _BASH = """\
 _multitask_rl() {

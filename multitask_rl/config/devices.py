@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 
@@ -174,6 +175,48 @@ def parse_device_map(
 def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
     """Check ``device_map`` as ``parse_device_map`` does; return the first device of every role."""
     return {role: devices.names[0] for role, devices in parse_device_map(device_map, tasks=tasks).items()}
+
+
+def actor_devices(config: RunConfig) -> DeviceSet:
+    """Return the devices of the actor, ``cpu`` if none is named."""
+    return parse_devices(config.device_map.get("actor", "cpu"), "device_map.actor")
+
+
+def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
+    """Return the devices of the actor and of the critic in each learner rank.
+
+    Ranks that outnumber the critic's devices share them in turn; a single one is ("", ""): where they are.
+
+    Raises:
+        ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
+    """
+    device_map, context, actor = config.device_map, config.batch.context_ranks, actor_devices(config)
+    number = len(actor.names)
+    if number % context:
+        raise ConfigError(
+            f"batch.context_ranks={context} must divide the number of learner ranks, {number}: the devices "
+            f"of device_map.actor, e.g. cuda:0-{context - 1} or cpu:0-{context - 1}"
+        )
+    if number == 1:
+        return [("", "")]
+    critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
+    if critic.names != actor.names and config.executor == "ray":
+        raise ConfigError(
+            f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
+            "lives on the actor's devices; leave it out"
+        )
+    if context > 1:
+        if config.batch.layout not in ("auto", "bucketed"):
+            raise ConfigError(
+                f"batch.layout={config.batch.layout}: batch.context_ranks={context} needs samples in rows of "
+                "their own; set batch.layout=auto or bucketed"
+            )
+        if config.model.rope_scaling.get("type") == "dynamic":
+            raise ConfigError(
+                "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
+                "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
+            )
+    return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
 
 
 def torchrun_size() -> int:

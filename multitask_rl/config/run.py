@@ -186,6 +186,17 @@ class BatchConfig(Settings):
 
 
 @dataclass(kw_only=True, slots=True)
+class TrainingConfig(Settings):
+    """Which code computes the updates, and in which processes."""
+
+    backend: str = "torch"
+    """Entry point of ``multitask_rl.training_backends``, ``module:Class`` or ``file.py:Class``. ``torch``:
+    this process, or a learner rank on each device of ``device_map.actor``."""
+    backend_config: dict[str, Any] = field(default_factory=dict)
+    """Keys of the backend's own ``Config``."""
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig(Settings):
     """AdamW over the actor (and critic)."""
 
@@ -353,6 +364,7 @@ class RunConfig(Settings):
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)

@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.environments.adapt import WorldSpec
@@ -44,7 +45,6 @@ from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.console import ProgressTracker
 from multitask_rl.tracking.timeline import Timeline
-from multitask_rl.training.backends.build import build_backend
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -154,15 +154,7 @@ def build_parts(
         teachers = load_teachers(taught, actor, config.model, config.seed)
         runner = ModelRunner(actor, critic, config, reference, teachers=teachers)
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
-        backend = build_backend(
-            runner,
-            learner_tasks,
-            config,
-            plan.rank_devices,
-            sharded=plan.actor_devices.is_sharded,
-            tensor=plan.actor_devices.tensor,
-            parts=plan.actor_devices.parts,
-        )
+        backend = plan.backend_class.build(runner, learner_tasks, config)
         closing.callback(backend.close)
         if config.executor == "local" and config.rollout_lag == 0:
             engine = backend.spread(engine)  # other learner ranks sample too
@@ -277,7 +269,7 @@ def bind_controllers(
             reward_ranges=ranges,
             seed=plan.config.seed,
         )
-        cuts = plan.actor_devices.is_sharded or plan.config.batch.context_ranks > 1
+        cuts = plan.num_parts > 1 or plan.config.batch.context_ranks > 1
         if cuts and scheduler.policy_config.gradients_every:
             raise ConfigError(
                 "scheduler.policy_config.gradients_every: with sharded models or batch.context_ranks > 1 a "
@@ -345,7 +337,7 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
         alternative = (
             "no learner rank has all of them; rollout.engine=vllm needs no whole copy of the actor here"
-            if plan.actor_devices.is_sharded
+            if plan.num_parts > 1
             else "they must not change under a rollout; with rollout.max_staleness=0 it samples from them in "
             "place"
         )
@@ -363,10 +355,9 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         f"hybrid engine: overlap on, rollout.max_staleness={bound}: the next rollout runs while rewards come "
         "in and the update is made, rewards begin when a sample ends, stale samples are weighted by "
         f"truncated importance sampling; rollout engine {name!r} {weights}; "
-        f"actor on {actor.device}: {where}; {len(plan.rank_devices)} learner rank(s) with "
-        f"{'parts' if plan.actor_devices.is_sharded else 'all'} of the weights, sequences in "
-        f"{config.batch.context_ranks} part(s), layers in {plan.actor_devices.tensor}; no pipeline "
-        "parallelism"
+        f"actor on {actor.device}: {where}; training backend {config.training.backend!r}, "
+        f"{len(actor_devices(config).names)} learner rank(s), the weights in {plan.num_parts} part(s), "
+        f"sequences in {config.batch.context_ranks}; no pipeline parallelism"
     )
 
 

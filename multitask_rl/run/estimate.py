@@ -147,7 +147,7 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     """
     config = plan.config
     width = _width(plan)
-    holders = plan.actor_devices.parts * plan.actor_devices.tensor
+    holders = plan.num_parts
     parts: dict[str, float] = {
         "weights": shape.parameters * width / holders,
         "gradients": 4 * shape.trainable / holders,

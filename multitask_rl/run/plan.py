@@ -14,7 +14,7 @@ from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
 from multitask_rl.config.checks import FOREIGN_PREFIXES, check_entry_point
-from multitask_rl.config.devices import DeviceSet, parse_devices, resolve_devices
+from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, TaskSpec
@@ -31,6 +31,7 @@ from multitask_rl.plugins import (
     ROLLOUT_ENGINES,
     SCHEDULERS,
     TRACKERS,
+    TRAINING_BACKENDS,
     absolute_reference,
     load_plugin,
 )
@@ -39,6 +40,7 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.step.task_state import build_algorithms, run_sampling
+from multitask_rl.training.backend import TrainingBackend
 
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
@@ -56,9 +58,7 @@ class RunPlan:
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]]
     """Task -> (training rows, held-out rows)."""
     devices: dict[str, str]
-    actor_devices: DeviceSet
-    rank_devices: list[tuple[str, str]]
-    """Devices of the actor and of the critic in each learner rank; ("", "") = wherever they are."""
+    backend_class: type[TrainingBackend]
     engine_class: type[RolloutEngine]
     engine: RolloutEngine | None = None
     """Given from Python; None = to be built."""
@@ -94,9 +94,14 @@ class RunPlan:
         ]
 
     @property
+    def num_parts(self) -> int:
+        """Number of processes that divide the actor's weights among them."""
+        return self.backend_class.num_parts(self.config)
+
+    @property
     def samples_from_copy(self) -> bool:
         """The engine samples from a whole copy of the actor in this process, beside the trained weights."""
-        is_needed = self.config.rollout_lag > 0 or self.actor_devices.is_sharded
+        is_needed = self.config.rollout_lag > 0 or self.num_parts > 1
         return is_needed and self.engine_class.shares_weights and self.config.executor == "local"
 
     def describe(self) -> str:
@@ -139,6 +144,7 @@ def plan_run(
         )
     named = [("scheduler.policy", SCHEDULERS, config.scheduler.policy)]
     named += [("rollout.engine", ROLLOUT_ENGINES, config.rollout.engine)]
+    named += [("training.backend", TRAINING_BACKENDS, config.training.backend)]
     named += [("tracking.trackers", TRACKERS, name) for name in config.tracking.trackers]
     if config.guard.enabled:
         named.append(("guard.plugin", GUARDS, config.guard.plugin))
@@ -148,7 +154,10 @@ def plan_run(
     validate_tasks(specs, need_data=dataloader is None)
     devices = resolve_devices(config.device_map, tasks=list(specs))
     check_attention(config.model, devices.get("actor", ""))
-    rank_devices = plan_ranks(config)
+    backend_class: type[TrainingBackend] = load_plugin(
+        TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend
+    )
+    backend_class.check(config)
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     rows = load_task_rows(specs, dataloader)
@@ -158,8 +167,7 @@ def plan_run(
         algorithms=build_algorithms(specs),
         rows=rows,
         devices=devices,
-        rank_devices=rank_devices,
-        actor_devices=parse_devices(config.device_map.get("actor", "cpu")),
+        backend_class=backend_class,
         engine_class=type(engine)
         if engine is not None
         else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
@@ -179,8 +187,7 @@ def plan_run(
             logger.warning("task %s: %s", name, warning)
     _check_devices(plan)
     if engine is not None and (
-        config.executor == "ray"
-        or (engine.shares_weights and (config.rollout_lag > 0 or plan.actor_devices.is_sharded))
+        config.executor == "ray" or (engine.shares_weights and (config.rollout_lag > 0 or plan.num_parts > 1))
     ):
         raise ConfigError(
             "an engine given from Python samples in this process from its own weights: use executor=local, "
@@ -252,62 +259,9 @@ class _HasColumns:
         return True
 
 
-def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the devices of the actor and of the critic in each learner rank.
-
-    Ranks that outnumber the critic's devices share them in turn.
-
-    Raises:
-        ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
-    """
-    device_map, context = config.device_map, config.batch.context_ranks
-    actor = parse_devices(device_map.get("actor", "cpu"), "device_map.actor")
-    number = len(actor.names)
-    if number % context:
-        raise ConfigError(
-            f"batch.context_ranks={context} must divide the number of learner ranks, {number}: the devices "
-            f"of device_map.actor, e.g. cuda:0-{context - 1} or cpu:0-{context - 1}"
-        )
-    if number == 1:
-        return [("", "")]
-    critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
-    if critic.names != actor.names and config.executor == "ray":
-        raise ConfigError(
-            f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
-            "lives on the actor's devices; leave it out"
-        )
-    if context > 1:
-        if config.batch.layout not in ("auto", "bucketed"):
-            raise ConfigError(
-                f"batch.layout={config.batch.layout}: batch.context_ranks={context} needs samples in rows of "
-                "their own; set batch.layout=auto or bucketed"
-            )
-        if config.model.rope_scaling.get("type") == "dynamic":
-            raise ConfigError(
-                "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
-                "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
-            )
-    return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
-
-
 def _check_devices(plan: RunPlan) -> None:
-    """Refuse devices for parts that do not use the device map, and settings that sharded weights exclude."""
+    """Refuse devices for parts that do not use the device map."""
     config, on_ray = plan.config, plan.config.executor == "ray"
-    wants = {
-        "model.compile": config.model.compile,
-        "model.activation_offload": config.model.activation_offload,
-        "model.reference_decay": config.model.reference_decay < 1.0,
-        "critic.trunk": config.critic.trunk != "actor",
-        "batch.context_ranks": config.batch.context_ranks > 1,
-        "device_map.critic": "critic" in config.device_map,
-        "device_map.reference": "reference" in config.device_map,
-    }
-    for key, is_wanted in wants.items():
-        if plan.actor_devices.is_sharded and is_wanted:
-            raise ConfigError(
-                f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
-                f"with which {key} does not work; leave that at its default, or sharded out"
-            )
     for role, device in plan.devices.items():
         kind, _, task = role.partition(".")
         if role == "rollout" and (on_ray or not plan.engine_class.shares_weights):
@@ -366,7 +320,7 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
-    if spec.teacher and (plan.actor_devices.is_sharded or config.batch.context_ranks > 1):
+    if spec.teacher and (plan.num_parts > 1 or config.batch.context_ranks > 1):
         raise ConfigError(
             f"{where}.teacher: a teacher is computed whole, and device_map.actor="
             f"{config.device_map.get('actor', 'cpu')!r}, batch.context_ranks={config.batch.context_ranks} "

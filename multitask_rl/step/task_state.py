@@ -22,7 +22,7 @@ from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
 from multitask_rl.statistics.definitions import TaskMetrics
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import LearnerTask
 
 logger = logging.getLogger(__name__)
 

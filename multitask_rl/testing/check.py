@@ -142,7 +142,7 @@ def assert_contract(
     Args:
         kind: a key of ``scaffold.KINDS``.
         plugin: as a tasks file or a run configuration names it.
-        config: keys of its ``Config`` (tracker: of ``tracking``).
+        config: keys of its ``Config`` (tracker: of ``tracking``, backend: of the run).
         row: a row of its data (rewards, constraints, environments).
 
     Raises:

@@ -50,9 +50,8 @@ def sampled_logprobs(
     return logprobs
 
 
-def check_engine(plugin: str, config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Return the findings about an engine (``rollout.engine``, ``rollout.engine_config``) on a tiny model."""
-    engine_class: type[RolloutEngine] = load_plugin(ROLLOUT_ENGINES, plugin, expects=RolloutEngine)
+def tiny_actor(seed: int = 0) -> Actor:
+    """Return an actor of 46 tokens, width 32 and two layers, with random weights."""
     vocabulary = {text: i for i, text in enumerate(["<pad>", "<eos>", *_CHARACTERS])}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), behavior="isolated")
@@ -69,18 +68,24 @@ def check_engine(plugin: str, config: Mapping[str, Any] | None = None) -> list[F
         eos_token_id=1,
         bos_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
     )
-    actor = Actor(transformers.Qwen2ForCausalLM(shape), tokenizer, ModelConfig())
+    return Actor(transformers.Qwen2ForCausalLM(shape), tokenizer, ModelConfig())
+
+
+def check_engine(plugin: str, config: Mapping[str, Any] | None = None) -> list[Finding]:
+    """Return the findings about an engine (``rollout.engine``, ``rollout.engine_config``) on a tiny model."""
+    engine_class: type[RolloutEngine] = load_plugin(ROLLOUT_ENGINES, plugin, expects=RolloutEngine)
+    actor = tiny_actor()
     settings = RolloutConfig(engine=plugin, engine_config=dict(config or {}))
     findings: list[Finding] = []
 
     def answers() -> str:
         with tempfile.TemporaryDirectory() as directory:
             engine = engine_class.build(actor, settings, seed=0, output_dir=Path(directory))
-            findings.extend(check_built_engine(engine, actor.model, tokenizer))
+            findings.extend(check_built_engine(engine, actor.model, actor.tokenizer))
             engine.close()
         return ""
 

@@ -23,6 +23,7 @@ from multitask_rl.plugins import (
     SCHEDULERS,
     TASKS,
     TRACKERS,
+    TRAINING_BACKENDS,
     list_plugins,
 )
 
@@ -60,6 +61,9 @@ KINDS: dict[str, Kind] = {
     "scheduler": Kind(SCHEDULERS, "multitask-rl train scheduler.policy=$name"),
     "guard": Kind(GUARDS, "multitask-rl train guard.plugin=$name"),
     "engine": Kind(ROLLOUT_ENGINES, "multitask-rl train rollout.engine=$name", "multitask_rl.testing.engine"),
+    "backend": Kind(
+        TRAINING_BACKENDS, "multitask-rl train training.backend=$name", "multitask_rl.testing.backend"
+    ),
     "sandbox": Kind(
         SANDBOXES, 'a reward calls multitask_rl.sandbox.open_sandbox("$name")', "multitask_rl.testing.sandbox"
     ),

@@ -5,14 +5,45 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
+from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.config.devices import actor_devices
+from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import TaskSpec
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import build_config
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner
+
+
+@dataclass(kw_only=True, slots=True)
+class LearnerTask:
+    """What learning needs of a task: its algorithm, KL coefficient and multipliers."""
+
+    spec: TaskSpec
+    algorithm: Algorithm
+    kl_coefficient: float = 0.0
+    """Present beta of the KL controller."""
+    multipliers: dict[str, float] = field(default_factory=dict)
+    """Constraint -> present Lagrange multiplier."""
+
+    @property
+    def is_regularised(self) -> bool:
+        """A KL or entropy term gives every response a gradient, whatever its reward."""
+        return self.kl_coefficient > 0 or self.algorithm.config.entropy_coefficient > 0
+
+    @property
+    def zero_advantage_is_zero_gradient(self) -> bool:
+        """A sample whose advantages are all zero does not move the weights."""
+        kl_in_loss = self.kl_coefficient > 0 and self.spec.kl.placement == "loss"
+        plain = self.algorithm.config.entropy_coefficient == 0 and not kl_in_loss
+        return plain and self.algorithm.on_policy and not self.algorithm.needs_critic
 
 
 @dataclass(kw_only=True, slots=True)
@@ -143,14 +174,58 @@ class TrainingBackend:
     """Computes outputs and optimizer steps of the models, in this process or in several.
 
     ``InProcess`` computes everything in this process. ``RankGroup`` divides samples, sequences, weights or
-    layers over learner ranks. Both give the same results up to rounding. Methods with a body here are right
-    for one process. Every method raises ``TrainingError`` if another process of the group failed or ended.
+    layers over learner ranks. A plugin of the group ``multitask_rl.training_backends`` is another subclass,
+    chosen by ``training.backend``. All give the same results up to rounding. Methods with a body here are
+    right for one process. Every method raises ``TrainingError`` if another process failed or ended.
     """
 
     runner: ModelRunner
     """The models in this process. Of an actor with ``parts`` it has the shapes, and adapters."""
     optimizer: ActorCriticOptimizer
     """Of the parameters in ``runner``."""
+
+    @classmethod
+    def settings(cls, config: RunConfig) -> Any:
+        """Return ``training.backend_config`` as a ``cls.Config``; None for a class without one.
+
+        Raises:
+            ConfigError: a key is unknown, or of the wrong type.
+        """
+        return build_config(cls, config.training.backend_config, where="training.backend_config")
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """Refuse, before a model loads, what this backend cannot do. Default: more than one process.
+
+        Raises:
+            ConfigError: says which keys, and what is allowed.
+        """
+        cls.settings(config)
+        actor = actor_devices(config)
+        if len(actor.names) > 1 or config.batch.context_ranks > 1:
+            raise ConfigError(
+                f"training.backend={config.training.backend} learns in one process: name one device in "
+                f"device_map.actor, not {str(actor)!r}, and set batch.context_ranks=1"
+            )
+
+    @classmethod
+    def num_parts(cls, config: RunConfig) -> int:
+        """Return how many processes divide the actor's weights among them. Default: 1, all have all weights.
+
+        Above 1 ``runner.actor.parts`` brings the weights (``WeightParts``); they are not in ``runner``.
+        """
+        return 1
+
+    @classmethod
+    def build(
+        cls, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig
+    ) -> TrainingBackend:
+        """Return the backend of a run that ``check`` has let pass.
+
+        Raises:
+            ConfigError, MissingExtraError, TrainingError: it cannot be built, or a process did not start.
+        """
+        raise NotImplementedError
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], *, want_values: bool, want_ref: bool

@@ -5,39 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from multitask_rl.algorithms.base import Algorithm, CreditBatch
-from multitask_rl.config.task import TaskSpec
+from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.records import TrainSample, concerned_cost
-from multitask_rl.training.backend import CreditedSample, TrainingBackend
-
-
-@dataclass(kw_only=True, slots=True)
-class LearnerTask:
-    """What learning needs of a task: its algorithm, KL coefficient and multipliers."""
-
-    spec: TaskSpec
-    algorithm: Algorithm
-    kl_coefficient: float = 0.0
-    """Present beta of the KL controller."""
-    multipliers: dict[str, float] = field(default_factory=dict)
-    """Constraint -> present Lagrange multiplier."""
-
-    @property
-    def is_regularised(self) -> bool:
-        """A KL or entropy term gives every response a gradient, whatever its reward."""
-        return self.kl_coefficient > 0 or self.algorithm.config.entropy_coefficient > 0
-
-    @property
-    def zero_advantage_is_zero_gradient(self) -> bool:
-        """A sample whose advantages are all zero does not move the weights."""
-        kl_in_loss = self.kl_coefficient > 0 and self.spec.kl.placement == "loss"
-        plain = self.algorithm.config.entropy_coefficient == 0 and not kl_in_loss
-        return plain and self.algorithm.on_policy and not self.algorithm.needs_critic
+from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 
 
 class CreditAssigner:

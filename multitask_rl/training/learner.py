@@ -15,8 +15,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import TrainingError
 from multitask_rl.seeding import random_stream
 from multitask_rl.tracking.timeline import Span
-from multitask_rl.training.backend import CreditedSample, TokenMeans, TrainingBackend
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import CreditedSample, LearnerTask, TokenMeans, TrainingBackend
 from multitask_rl.training.sketch import compare_gradients
 
 MAX_BAD_UPDATES = 3

@@ -20,9 +20,10 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.rollout.snapshot import build_engine
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from multitask_rl.cli import main
+from multitask_rl.config.devices import plan_ranks
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import read_weights
-from multitask_rl.run.plan import plan_ranks, plan_run
+from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, train, undocumented, weights_hash, write_run
 

@@ -7,7 +7,13 @@ import tomllib
 
 import pytest
 
-from multitask_rl.config.run import GuardConfig, RolloutConfig, SchedulerConfig, TrackingConfig
+from multitask_rl.config.run import (
+    GuardConfig,
+    RolloutConfig,
+    SchedulerConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
 from multitask_rl.plugins import GROUPS, list_plugins
 from multitask_rl.sandbox import Program, open_sandbox
 from multitask_rl.testing.check import check_plugin
@@ -75,6 +81,7 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
         rollout=RolloutConfig(engine="own_engine", max_new_tokens=2),
         scheduler=SchedulerConfig(policy="own_scheduler"),
         guard=GuardConfig(plugin="own_guard"),
+        training=TrainingConfig(backend="own_backend"),
         tracking=TrackingConfig(trackers=["own_tracker", "jsonl"]),
     )
     with Trainer.from_config(config) as trainer:
@@ -83,6 +90,7 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
         assert type(trainer.guard).__name__ == "own_guard"
         assert trainer.scheduler.policy_name == "own_scheduler"
         assert type(trainer.parts.engine).__name__ == "own_engine"
+        assert type(trainer.parts.learner.backend).__name__ == "own_backend"
     means = (tmp_path / "run" / "own_tracker.csv").read_text().splitlines()
     assert {line.rpartition(",")[0] for line in means} >= {
         f"{step},{task}" for step in (1, 2) for task in ("sums", "by_module")

@@ -28,6 +28,7 @@ PAGES = [
     "resume-and-fork.md",
     "constraints.md",
     "flow.md",
+    "ranks.md",
     "python.md",
     "sandbox.md",
     "coming-from-trl.md",

@@ -10,21 +10,20 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from multitask_rl.config.devices import torchrun_size
+from multitask_rl.config.devices import actor_devices, plan_ranks, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.training.backend import TrainingBackend
+from multitask_rl.training.backend import LearnerTask, TrainingBackend
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import serve
-from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.runner import ModelRunner
 
 _BOOT = (
@@ -35,56 +34,80 @@ _BOOT = (
 _END_WITHIN_S = 5.0
 
 
-def build_backend(
-    runner: ModelRunner,
-    tasks: Mapping[str, LearnerTask],
-    config: RunConfig,
-    devices: Sequence[tuple[str, str]],
-    *,
-    sharded: bool = False,
-    tensor: int = 1,
-    parts: int = 1,
-) -> TrainingBackend:
-    """Return the backend of one process, or of one learner rank per device of (actor, critic).
+class TorchBackend(TrainingBackend):
+    """Learns in this process or, if ``device_map.actor`` names several devices, in a rank on each of them.
 
-    ``config.executor`` says where ranks start; other arguments and errors: see ``RankGroup``, ``RayRanks``.
+    ``executor`` says where ranks start: on this machine, or with ``ray`` on those of the cluster.
     """
-    main = InProcess(runner, tasks, config)
-    if len(devices) == 1:
-        return main
-    on_gpu = devices[0][0].startswith("cuda")
-    threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
-    launch: Launch = LocalRank
-    if started := torchrun_size():
-        if started != len(devices) or config.executor != "local":
-            raise ConfigError(
-                f"torchrun started {started} processes, and device_map.actor names {len(devices)} devices "
-                f"with executor={config.executor}; make the two numbers equal (executor=local), or start "
-                "without torchrun"
+
+    @classmethod
+    def check(cls, config: RunConfig) -> None:
+        """See ``TrainingBackend``."""
+        cls.settings(config)
+        plan_ranks(config)
+        wants = {
+            "model.compile": config.model.compile,
+            "model.activation_offload": config.model.activation_offload,
+            "model.reference_decay": config.model.reference_decay < 1.0,
+            "critic.trunk": config.critic.trunk != "actor",
+            "batch.context_ranks": config.batch.context_ranks > 1,
+            "device_map.critic": "critic" in config.device_map,
+            "device_map.reference": "reference" in config.device_map,
+        }
+        for key, is_wanted in wants.items():
+            if cls.num_parts(config) > 1 and is_wanted:
+                raise ConfigError(
+                    f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
+                    f"with which {key} does not work; leave that at its default, or sharded out"
+                )
+
+    @classmethod
+    def num_parts(cls, config: RunConfig) -> int:
+        """See ``TrainingBackend``."""
+        actor = actor_devices(config)
+        return actor.parts * actor.tensor
+
+    @classmethod
+    def build(
+        cls, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig
+    ) -> TrainingBackend:
+        """See ``TrainingBackend``; errors as of ``RankGroup`` and ``RayRanks``."""
+        main, devices, layout = InProcess(runner, tasks, config), plan_ranks(config), actor_devices(config)
+        if len(devices) == 1:
+            return main
+        on_gpu = devices[0][0].startswith("cuda")
+        threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
+        launch: Launch = LocalRank
+        if started := torchrun_size():
+            if started != len(devices) or config.executor != "local":
+                raise ConfigError(
+                    f"torchrun started {started} processes, and device_map.actor names {len(devices)} "
+                    f"devices with executor={config.executor}; make the two numbers equal (executor=local), "
+                    "or start without torchrun"
+                )
+            launch = TorchrunRank
+        host = "127.0.0.1"
+        with contextlib.ExitStack() as undo:
+            if config.executor == "ray":
+                ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
+                undo.callback(ray_ranks.close)
+                launch, host = ray_ranks, ray_ranks.host
+                own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
+                devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
+            group = RankGroup(
+                main,
+                config,
+                launch,
+                devices=devices,
+                context=config.batch.context_ranks,
+                sharded=layout.is_sharded,
+                tensor=layout.tensor,
+                parts=layout.parts,
+                host=host,
+                num_threads=threads,
             )
-        launch = TorchrunRank
-    host = "127.0.0.1"
-    with contextlib.ExitStack() as undo:
-        if config.executor == "ray":
-            ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
-            undo.callback(ray_ranks.close)
-            launch, host = ray_ranks, ray_ranks.host
-            own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
-            devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
-        group = RankGroup(
-            main,
-            config,
-            launch,
-            devices=devices,
-            context=config.batch.context_ranks,
-            sharded=sharded,
-            tensor=tensor,
-            parts=parts,
-            host=host,
-            num_threads=threads,
-        )
-        undo.pop_all()
-    return group
+            undo.pop_all()
+        return group
 
 
 class LocalRank:

@@ -12,13 +12,13 @@ from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
 from multitask_rl.training.backend import (
+    LearnerTask,
     StepStartOutputs,
     TokenMeans,
     TrainingBackend,
     UpdateResult,
     Weighted,
 )
-from multitask_rl.training.credit import LearnerTask
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner, scatter
@@ -49,6 +49,13 @@ class InProcess(TrainingBackend):
         self.optimizer = ActorCriticOptimizer(
             actor, critic, config.optimizer, config.critic, scales_loss=is_half
         )
+
+    @classmethod
+    def build(
+        cls, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig
+    ) -> TrainingBackend:
+        """See ``TrainingBackend``."""
+        return cls(runner, tasks, config)
 
     @torch.no_grad()
     def step_start_outputs(

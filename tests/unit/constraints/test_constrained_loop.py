@@ -23,8 +23,8 @@ from multitask_rl.step.refill import Refill
 from multitask_rl.step.stages import AdvantageStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
-from multitask_rl.training.backend import CreditedSample
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.backend import CreditedSample, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 
 LIMIT = 0.1
 GROUP_SIZE = 4

@@ -16,7 +16,7 @@ from multitask_rl.step.metrics import by_group, is_informative, task_stats
 from multitask_rl.step.refill import Refill
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import LearnerTask
 
 PROMPTS = 8
 GROUP = 4

@@ -18,7 +18,7 @@ from multitask_rl.step.metrics import StepReport, by_group, has_spread, is_infor
 from multitask_rl.step.refill import MAX_OVERSAMPLING, Refill
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import LearnerTask
 
 Experience = Callable[[Mapping[str, int]], list[Scored]]
 

@@ -16,6 +16,7 @@ from multitask_rl.testing import (
     assert_scheduler_contract,
     assert_task_contract,
 )
+from multitask_rl.testing.backend import check_backend
 from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.contract import Finding
 from multitask_rl.testing.engine import check_engine
@@ -62,6 +63,31 @@ def test_bundled_trackers(name: str) -> None:
 
 def test_a_bundled_engine() -> None:
     assert_contract("engine", "hf")
+
+
+def test_the_bundled_backend_in_one_process() -> None:
+    assert_contract("backend", "torch")
+
+
+@pytest.mark.parametrize(
+    ("body", "finding"),
+    [
+        (
+            "def step(self, active, factor, compared=()): return super().step(active[1:], factor, compared)",
+            "gradient and step of two algorithms are those of one process",
+        ),
+        ("def load_optimizer(self, tensors, parameters): pass", "it goes on from the state of one process"),
+        (
+            "def step(self, active, factor, compared=()):\n"
+            "        return super().step([(c, w if w == w else 0.0) for c, w in active], factor, compared)",
+            "a gradient that is not finite moves nothing",
+        ),
+    ],
+)
+def test_what_a_backend_does_wrong_is_found(tmp_path: Path, body: str, finding: str) -> None:
+    text = "from multitask_rl.training.backends.in_process import InProcess\n"
+    (tmp_path / "b.py").write_text(f"{text}class B(InProcess):\n    {body}\n")
+    assert finding in [f.name for f in check_backend(f"{tmp_path / 'b.py'}:B") if not f.passed]
 
 
 GUARD = """

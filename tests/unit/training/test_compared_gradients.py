@@ -13,7 +13,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.models.actor import make_actor
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.sketch import SIZE, compare_gradients, sketch_gradient
 
 

@@ -15,8 +15,9 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import AdvantageStage, RewardStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing.builders import make_rollout
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.runner import ModelRunner
 

@@ -7,8 +7,9 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import ActorCriticOptimizer, schedule_factor
 from multitask_rl.training.runner import ModelRunner

@@ -15,8 +15,9 @@ from multitask_rl.algorithms.running import RunningMoments
 from multitask_rl.config.run import BatchConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import ConfigError
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
-from multitask_rl.training.credit import CreditAssigner, LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner

@@ -12,7 +12,7 @@ from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
 from multitask_rl.step.task_state import TaskState, build_algorithms
-from multitask_rl.training.credit import LearnerTask
+from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.optimizer import ActorCriticOptimizer
 
