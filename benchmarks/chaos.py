@@ -19,6 +19,7 @@ with zeros. What a run then reads must be a whole checkpoint and the true refere
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import json
@@ -151,6 +152,7 @@ def attempt(config: RunConfig, log: Path, part: str = "", nth: int = 0) -> tuple
         return child, reader
     code = 70
     try:
+        atexit._clear()  # what ends this process does not end the campaign's
         os.close(reader)
         os.setsid()
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -162,6 +164,7 @@ def attempt(config: RunConfig, log: Path, part: str = "", nth: int = 0) -> tuple
             _tell(part, nth, writer)
         code = _train(config)
     finally:
+        atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(code)
     raise AssertionError
@@ -269,6 +272,9 @@ def contents(output: Path) -> dict[str, Any]:
         "tensors": (last / "tensors.safetensors").read_bytes(),
     }
     found.update({name: lines(output, name, without=CLOCKED) for name in RECORDS if (output / name).exists()})
+    # a replica that was lost or joined is not part of what the run makes
+    events = [line for line in found.get("events.jsonl", ()) if json.loads(line)["source"] != "engine"]
+    found["events.jsonl"] = events
     spans = [json.loads(line) for line in (output / "timeline.jsonl").read_text().splitlines()]
     found["timeline.jsonl"] = [span["step"] for span in spans if span["stage"] == "step"]
     found["litter"] = sorted(str(p.relative_to(output)) for name in LITTER for p in output.rglob(name))
@@ -345,8 +351,10 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     tempfile.tempdir = None
     write_inputs(directory)
-    # the machine may have fewer CPUs; Ray's own kills answer what other programs need
-    os.environ.update({"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}', "RAY_memory_monitor_refresh_ms": "0"})
+    # the machine may have fewer CPUs; Ray's own kills answer what other programs need, and its actors would
+    # wait for other programs
+    os.environ |= {"RAY_OVERRIDE_RESOURCES": '{"CPU": 8}', "RAY_memory_monitor_refresh_ms": "0"}
+    os.environ |= {"RAY_worker_niceness": "0"}
     shared = set(os.listdir("/dev/shm"))
     others = NOT_OF_RAY if executor == "ray" else OF_RAY
     if executor == "ray":

@@ -6,6 +6,7 @@ knows which calls to repeat. One that does not answer within the limit of a call
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import logging
@@ -84,13 +85,20 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM: Ray's start and end replace it, and a run would end before it saves."""
+    """Keep the handler of SIGTERM: Ray's start and end replace it, and a run would end before it saves."""
     handler = signal.getsignal(signal.SIGTERM)
+    is_own = callable(handler) and threading.current_thread() is threading.main_thread()
+    came = False
     try:
         yield
+    except SystemExit as error:
+        came = error.code == signal.SIGTERM  # what Ray's handler raises
+        raise
     finally:
-        if callable(handler) and threading.current_thread() is threading.main_thread():
+        if is_own:
             signal.signal(signal.SIGTERM, handler)
+            if came:
+                signal.raise_signal(signal.SIGTERM)
 
 
 class _Session:
@@ -105,6 +113,8 @@ class _Session:
             parent = os.environ.get("TMPDIR", "/tmp")
             parent = parent if len(parent) <= _MOST_CHARACTERS else "/tmp"
         self.path = Path(tempfile.mkdtemp(prefix="ray_", dir=parent))
+        # once more after Ray's own functions at exit, which end the processes of an interrupted start
+        atexit.register(shutil.rmtree, self.path, ignore_errors=True)
         new = self.path / f"{_LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR)
         with contextlib.suppress(OSError):  # a file system without locks

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from multitask_rl.config.run import RayConfig, RolloutConfig
 from multitask_rl.executor.group import ActorGroup
+from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from run_builders import (
     ECHO,
     ECHO_WORLD,
@@ -88,3 +90,18 @@ def test_an_interrupted_start_leaves_nothing_of_ray(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ActorGroup("rank", lambda index: index, 1, num_cpus=1.0, num_gpus=0.0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_while_ray_starts_stops_the_run_as_at_any_other_time(tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def init(**_):
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    with stopping_on_signals(), pytest.raises(Terminated):
+        ActorGroup("rank", lambda index: index, 1, num_cpus=1.0, num_gpus=0.0)
