@@ -78,6 +78,15 @@ _OF_A_LOOK = (
 """Only ``train`` writes to a run's directory; other commands leave its record and its log as they are."""
 
 
+class TerminalFormatter(logging.Formatter):
+    """Shows a record without its time and module, which the run's log file has; a warning with its level."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
 def train(arguments: list[str]) -> int:
     """Train a run; prints the last evaluation."""
     with stopping_on_signals():
@@ -110,6 +119,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
         is_sweep = hydra_config.mode == RunMode.MULTIRUN
         for handler in logging.getLogger().handlers:
             handler.addFilter(EscapingFilter())  # Hydra's handlers show text of models and data
+            if type(handler) is logging.StreamHandler and handler.stream.isatty():
+                handler.setFormatter(TerminalFormatter())
         if is_sweep:  # Hydra's copy of a sweep's configuration holds its secrets
             Path(hydra_config.sweep.dir, "multirun.yaml").unlink(missing_ok=True)
         try:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -28,6 +28,8 @@ class _Waiting:
     """The signal that came in one of them."""
     is_told = False
     """A signal was answered."""
+    show: Callable[[str], bool] | None = None
+    """Shows an answer; False: nobody saw it."""
 
 
 _waiting = _Waiting()
@@ -41,14 +43,23 @@ def stopping_on_signals() -> Iterator[None]:
         return
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    _waiting.number, _waiting.is_told = None, False
+    _waiting.number, _waiting.is_told, _waiting.show = None, False, None
     try:
         for number in before:
             signal.signal(number, _handle)
         yield
     finally:
+        _waiting.show = None
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def answer_with(show: Callable[[str], bool]) -> None:
+    """Let ``show`` say that the run stops, until ``stopping_on_signals`` ends.
+
+    It is called in a signal handler. If it returns False, standard error says it.
+    """
+    _waiting.show = show
 
 
 @contextlib.contextmanager
@@ -72,12 +83,15 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     # a print could enter the one that the signal interrupted
     if _waiting.depth and _waiting.number is None:
         _waiting.number = number
-        os.write(
-            2, b"\nstopping: the update in progress is finished and saved first; once more ends at once\n"
-        )
+        _answer("stopping: the update in progress is finished and saved first; once more ends at once")
         return
     if not _waiting.is_told:
         _waiting.is_told = True
-        os.write(2, b"\nstopping: what was learned is saved first; once more ends at once\n")
+        _answer("stopping: what was learned is saved first; once more ends at once")
     _waiting.number = None
     raise Terminated(number)
+
+
+def _answer(text: str) -> None:
+    if not (_waiting.show and _waiting.show(text)):
+        os.write(2, f"\n{text}\n".encode())

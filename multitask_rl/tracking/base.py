@@ -76,6 +76,10 @@ class Tracker:
         An overlapped run calls it from another thread.
         """
 
+    def log_stopping(self, text: str) -> bool:
+        """Show that a signal stops the run, and return whether it is seen; called in a signal handler."""
+        return False
+
     def log_event(self, event: Event) -> None:
         """Record one decision of a controller."""
 
@@ -158,6 +162,10 @@ class Trackers:
     def log_progress(self, what: str, done: int, total: int) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.log_progress(what, done, total))
+
+    def log_stopping(self, text: str) -> bool:
+        """See ``Tracker``."""
+        return any(tracker.log_stopping(text) for tracker in self._trackers.values())
 
     def log_event(self, event: Event) -> None:
         """See ``Tracker``."""

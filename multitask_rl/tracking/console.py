@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console, Group
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -82,6 +83,7 @@ class ConsoleTracker(Tracker):
         self._warnings: deque[str] = deque(maxlen=2)
         self._work = ""
         """What takes time now, with how much of it is done."""
+        self._stopping = ""
         self._told_at = self._began = time.monotonic()
         self._step = 0
         self._first_step: int | None = None
@@ -101,7 +103,8 @@ class ConsoleTracker(Tracker):
         elif self._mode == "auto" and stream.isatty():
             self._live = Live(
                 console=console,
-                get_renderable=self._view,
+                # narrower by the ^C of a terminal, which would begin a line that the next drawing is off by
+                get_renderable=lambda: Constrain(self._view(), console.width - 3),
                 refresh_per_second=1.0 / _REFRESH_S,
                 transient=False,
             )
@@ -121,6 +124,11 @@ class ConsoleTracker(Tracker):
             self._told_at = now
             self._tell(f"  {self._work}")
         self._draw()
+
+    def log_stopping(self, text: str) -> bool:
+        """Show the text in the live view, which would draw over what is written below it."""
+        self._stopping = text
+        return self._live is not None
 
     def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
         """Show the held-out value of each task, with half the width of its 95 % interval."""
@@ -186,7 +194,7 @@ class ConsoleTracker(Tracker):
 
     def finish(self, status: str) -> None:
         """Close the view, whose last state stays; print how the run ended and what may follow."""
-        self._work = status
+        self._work, self._stopping = status, ""
         self._draw(at_once=True)
         if self._live is not None:
             self._live.stop()
@@ -241,7 +249,8 @@ class ConsoleTracker(Tracker):
             total=self._num_steps or 1, completed=min(self._step, self._num_steps or 1), width=24
         )
         head.add_row(self._title(self._step), bar, f"{gone} gone", self._left())
-        lines: list[Any] = [head, Text(printable(self._work or "learning"), style="dim")]
+        work = self._stopping or self._work or "learning"
+        lines: list[Any] = [head, Text(printable(work), style="bold yellow" if self._stopping else "dim")]
         if self._tasks:
             table = Table(box=None, padding=(0, 1), pad_edge=False)
             table.add_column("task", no_wrap=True, overflow="ellipsis", max_width=22)

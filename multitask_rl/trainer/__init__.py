@@ -36,7 +36,7 @@ from multitask_rl.run.assembly import (
     build_scorer,
     describe_overlap,
 )
-from multitask_rl.run.interrupts import check_interrupt, finishing
+from multitask_rl.run.interrupts import answer_with, check_interrupt, finishing
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, plan_run
 from multitask_rl.run.profiling import MemoryWatch, SystemUse
@@ -246,6 +246,7 @@ class Trainer:
             CheckpointError: checkpoints or records cannot be written.
         """
         parts = self._open()
+        answer_with(parts.trackers.log_stopping)
         status = "failed"
         try:
             while not self._is_at_end or not parts.supervisor.inspect(last=True):

@@ -3,7 +3,13 @@ import signal
 
 import pytest
 
-from multitask_rl.run.interrupts import Terminated, check_interrupt, finishing, stopping_on_signals
+from multitask_rl.run.interrupts import (
+    Terminated,
+    answer_with,
+    check_interrupt,
+    finishing,
+    stopping_on_signals,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +55,17 @@ def test_a_signal_is_answered_at_once(capfd):
         assert "the update in progress is finished" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             check_interrupt()
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_a_view_that_would_draw_over_the_answer_shows_it(capfd, is_seen):
+    shown = []
+    with stopping_on_signals():
+        answer_with(lambda text: bool(shown.append(text)) or is_seen)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert shown == ["stopping: what was learned is saved first; once more ends at once"]
+    assert bool(capfd.readouterr().err) is not is_seen
 
 
 def test_a_second_signal_does_not_wait():

@@ -103,6 +103,7 @@ def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path)
     late = {f"task/math/{name}": value for name, value in late.items()}
     tracker.log_metrics(METRICS | late | {"task/a-long-name/reward_mean": 7.0}, 10)
     tracker.log_event(Event(step=10, source="guard", kind="alarm", reason="fell", task="math"))
+    assert not tracker.log_stopping("standard error says it")
     tracker.finish("finished")
     rates = r"250 samples/s  3.200 updates/s  \d+:\d\d left"
     assert re.sub(rates, "RATES", stream.getvalue()).splitlines()[1:] == [
@@ -174,6 +175,8 @@ def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     for level in (2, 5):
         tracker.log_evaluation({"math": make_evaluation([k < level for k in range(8)], task="math")}, 4)
     tracker.log_progress("evaluating", 12, 1024)
+    assert tracker.log_stopping("stopping: what was learned is saved first")
+    assert "stopping: what was learned" in str(tracker._view().renderables[1])
     tracker.finish("stopped")
     text = stream.getvalue()
     last = text[text.rindex("step 3/10") :]
