@@ -33,7 +33,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -89,6 +89,8 @@ CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for
 RECORDS = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "rollouts.jsonl")
 KINDS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "child", "sandbox", "sandbox")
 """What is sent to the trainer, or the kind of process below it that is killed."""
+AT_ONCE = {"local": 1, "ranks": 1, "ray": 3}
+"""Kills that an attempt meets at most, if it lives so long: with Ray most of its time is its start."""
 LITTER = (".writing_*", ".making_*", ".removed_*", ".replaced_*", "previous-*", "*.tmp", "*-journal")
 TASKS = """
 tasks:
@@ -142,8 +144,12 @@ def tiny_config(directory: Path, output: str, executor: str = "local", *, mlflow
 # ---------------------------------------------------------------------------------------------- one attempt
 
 
-def attempt(config: RunConfig, log: Path, part: str = "", nth: int = 0) -> tuple[int, int]:
-    """Fork a process that trains; return its id and a pipe that says when the ``nth`` ``part`` begins."""
+Plan = tuple[str, int, float, str]
+"""A kill: part of the run, which time it begins, seconds after its beginning, what is killed (``KINDS``)."""
+
+
+def attempt(config: RunConfig, log: Path, plans: Sequence[Plan] = ()) -> tuple[int, int]:
+    """Fork a process that trains; return its id and a pipe with the numbers of ``plans`` as they begin."""
     reader, writer = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -160,8 +166,8 @@ def attempt(config: RunConfig, log: Path, part: str = "", nth: int = 0) -> tuple
         os.dup2(output, 2)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        if part:
-            _tell(part, nth, writer)
+        for i, (part, nth, _, _) in enumerate(plans):
+            _tell(part, nth, writer, i)
         code = _train(config)
     finally:
         atexit._run_exitfuncs()
@@ -185,7 +191,7 @@ def _train(config: RunConfig) -> int:
     return 0
 
 
-def _tell(part: str, nth: int, writer: int) -> None:
+def _tell(part: str, nth: int, writer: int, number: int) -> None:
     owner, name, _ = PARTS[part]
     method: Callable[..., Any] = getattr(owner, name)
     left = [nth]
@@ -193,29 +199,33 @@ def _tell(part: str, nth: int, writer: int) -> None:
     def telling(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
-            os.write(writer, b"x")
+            os.write(writer, bytes([number]))
         return method(*args, **kwargs)
 
     setattr(owner, name, telling)
 
 
-def disturb(child: int, pipe: int, after_s: float, kind: str) -> str:
-    """Send ``kind`` ``after_s`` seconds after ``pipe`` says so; return what was done."""
-    ready, _, _ = select.select([pipe], [], [], 120.0)
-    if not ready or os.read(pipe, 1) == b"":
-        return "ended before"
-    time.sleep(after_s)
-    if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-        return "ended before"
-    victim, number = child, getattr(signal, kind, signal.SIGKILL)
-    if kind in ("child", "sandbox"):
-        victims = _victims(child, kind)
-        if not victims:
-            return f"no {kind}"
-        victim = random.choice(victims)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(victim, number)
-    return kind
+def disturb(child: int, pipe: int, plans: Sequence[Plan]) -> list[tuple[str, str]]:
+    """Carry the ``plans`` out as ``pipe`` says that they begin; return what was killed in which part."""
+    done: list[tuple[str, str]] = []
+    while len(done) < len(plans):
+        ready, _, _ = select.select([pipe], [], [], 300.0)
+        if not ready or not (told := os.read(pipe, 1)):
+            break
+        part, nth, after_s, kind = plans[told[0]]
+        time.sleep(after_s)
+        if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+            break
+        victim, number = child, getattr(signal, kind, signal.SIGKILL)
+        if kind in ("child", "sandbox"):
+            victims = _victims(child, kind)
+            if not victims:
+                continue
+            victim = random.choice(victims)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, number)
+            done.append((f"{kind} in {part}", f"{kind} {after_s:.2f} s into {part} {nth}"))
+    return done
 
 
 def _victims(trainer: int, kind: str) -> list[int]:
@@ -357,6 +367,7 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     os.environ |= {"RAY_worker_niceness": "0"}
     shared = set(os.listdir("/dev/shm"))
     others = NOT_OF_RAY if executor == "ray" else OF_RAY
+    parts = [part for part in PARTS if part not in others]
     if executor == "ray":
         import ray  # noqa: F401 - before attempts are forked
     began = time.monotonic()
@@ -375,18 +386,15 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
         config = tiny_config(directory, name, executor)
         story = []
         for turn in range(100):
-            part, nth, after = "", 0, 0.0
+            plans: list[Plan] = []
             if turn < 6 and sum(done.values()) < kills:
-                part = rng.choice([part for part in PARTS if part not in others])
-                nth = rng.randint(1, 2) if part in REPEATED else 1
-                after = rng.uniform(0.0, PARTS[part][2])
-            kind = rng.choice(KINDS)
-            child, pipe = attempt(config, log, part, nth)
-            if part:
-                what = disturb(child, pipe, after, kind)
-                story.append(f"{what} {after:.2f} s into {part} {nth}")
-                if what == kind:
-                    done[f"{kind} in {part}"] += 1
+                for part in rng.sample(parts, AT_ONCE[executor]):
+                    nth = rng.randint(1, 2) if part in REPEATED else 1
+                    plans.append((part, nth, rng.uniform(0.0, PARTS[part][2]), rng.choice(KINDS)))
+            child, pipe = attempt(config, log, plans)
+            for what, told in disturb(child, pipe, plans):
+                done[what] += 1
+                story.append(told)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os.close(pipe)
             codes[code] += 1

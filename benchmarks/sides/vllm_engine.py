@@ -79,7 +79,11 @@ def ours() -> None:
         measured = _timed(lambda: own.generate(requests))
         new = sum(len(g.response_ids) for group in measured.pop("result") for g in group)
         shares = own.num_cached_tokens / own.num_prompt_tokens
-        for name, act in (("update", lambda: renew_timed(number)), ("copy", copy), ("pack", plan.pack)):
+        for name, act in (
+            ("update", lambda: renew_timed(number)),
+            ("copy", copy),
+            ("pack", lambda: plan.apply({})),
+        ):
             took = _timed(act)
             measured |= {f"{name}_ms": 1e3 * took["step_s"], f"{name}_cpu_ms": 1e3 * took["cpu_s"]}
         measured["is_by_plan"] = float(own._loader.is_proven)
