@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         width = max(map(len, COMMANDS))
         print("usage: multitask-rl <command> [arguments]\n\ncommands:")
         print("\n".join(f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()))

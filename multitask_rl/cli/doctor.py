@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from packaging.requirements import Requirement
 
-from multitask_rl.cli.train import compose_and_run
+from multitask_rl.cli.train import compose_and_run, is_run_configuration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
     if arguments:
         from multitask_rl.cli.foretell import foretell  # heavy: torch, transformers
 
-        file = [] if "=" in arguments[0] or arguments[0][:1] in "-+" else [f"tasks_file={arguments[0]}"]
+        is_key = "=" in arguments[0] or arguments[0][:1] in "-+"
+        file = [] if is_key or is_run_configuration(arguments[0]) else [f"tasks_file={arguments[0]}"]
         fits: list[bool] = []
         given = [*file, *arguments[len(file) :]]
         compose_and_run(given, "doctor", lambda config: fits.append(foretell(config)))

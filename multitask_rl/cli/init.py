@@ -19,7 +19,7 @@ from multitask_rl.config.devices import count_cuda_devices, parse_devices
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.schema.build import suggest
-from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.errors import ConfigError, MultitaskRLError, path_errors
 from multitask_rl.plugins import TASKS, list_plugins, load_plugin
 from multitask_rl.run import estimate
 
@@ -76,9 +76,10 @@ def main(arguments: Sequence[str]) -> int:
             f"{str(directory)!r} holds {', '.join(there)} already, and nothing was written; choose another "
             "directory, or replace them with --overwrite"
         )
-    for name, text in files.items():
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
-        (directory / name).write_text(text, encoding="utf-8")
+    with path_errors("the project", directory, "a directory that can be written"):
+        for name, text in files.items():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (directory / name).write_text(text, encoding="utf-8")
     print(f"wrote {directory}: {', '.join(files)}")
     if fetched := _fetched(model, tasks):
         notes.append(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -172,6 +172,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     with _hydra_environment(_hydra_arguments(arguments, defaults)):
         try:
             hydra.main(version_base="1.3", config_path=None, config_name="run")(job)()
+        except MissingConfigException as error:  # an OSError, too
+            raise ConfigError(_explain(error)) from error
         except OSError as error:
             with path_errors("output_dir", error.filename or "", "another with output_dir=PATH"):
                 raise
@@ -330,10 +332,23 @@ _FORMS = {
 """What OmegaConf says of a wrong type -> what is allowed."""
 
 
+def is_run_configuration(file: str) -> bool:
+    """Whether a file is a part of a run's configuration, as it lies in a folder of ``--config-dir``."""
+    path = Path(file)
+    return path.is_file() and "@package" in path.read_text(encoding="utf-8", errors="replace")[:200]
+
+
 def _explain_form(argument: str) -> str:
     """Return what is wrong with an argument that is no override."""
     key, equals, value = argument.lstrip("+").partition("=")
     if not equals and Path(argument).suffix in (".yaml", ".yml"):
+        path = Path(argument)
+        if is_run_configuration(argument):
+            group = path.parent.name or "GROUP"
+            return (
+                f"{argument!r} is the configuration of a run, which is a file in a folder of --config-dir: "
+                f"--config-dir {path.parent.parent} +{group}={path.stem}"
+            )
         return f"{argument!r}: a file is given by its key: tasks_file={argument}"
     if not equals or not key:
         return (
@@ -350,16 +365,29 @@ def _explain(error: Exception) -> str:
     """Return one paragraph: Hydra's message, a close key, where the keys are listed."""
     if isinstance(error, OverrideParseException):
         return _explain_form(error.override)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        options = list(error.options or ())
+        there = f" (there are: {', '.join(options)})" if options else ""
+        return f"+{group}={name}: --config-dir has no such file{suggest(name, options)}{there}"
     causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
     said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
     unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))
     full_key = re.search(r"full_key: (\S+)", " ".join(map(str, causes)))
     hint = next((f"; give {form}" for end, form in _FORMS.items() if end in " ".join(said)), "")
+    if added := re.match(r"Could not override '([^']+)'\. No match in the defaults list", said[0]):
+        hint = f"; it is a folder of --config-dir, whose files are added: write +{added[1]}=NAME"
     if unknown:
         section = (full_key[1] if full_key else unknown[1]).rpartition(".")[0]
         below = [k.removeprefix(f"{section}.") for k in config_keys() if k.startswith(section)]
         moved = MOVED.get(f"{section}.{unknown[1]}")
-        hint = f"; it is {moved} now" if moved else suggest(unknown[1], {k.split(".")[0] for k in below})
+        allowed = sorted({k.split(".")[0] for k in below})
+        hint = f"; it is {moved} now" if moved else suggest(unknown[1], allowed)
+        elsewhere = [key for key in config_keys() if key.rpartition(".")[2] == unknown[1]]
+        if not hint and elsewhere:
+            hint = f"; did you mean {' or '.join(map(repr, elsewhere))}?"
+        elif not hint and section:
+            hint = f"; allowed: {', '.join(allowed)}"
     if "Additional config directory" in said[0]:
         hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (

@@ -239,7 +239,8 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
                 ) from error
             if not isinstance(value, dict):
                 raise DataError(
-                    f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}"
+                    f"{path}:{number}: expected a JSON object (a row), got {type(value).__name__}; give one "
+                    "row a line, or one list in a file whose name ends in .json"
                 )
             starts.append(start)
             ends.append(end)

@@ -335,9 +335,16 @@ def check_rows(
             text = f"{text[:120]}{'...' * (len(text) > 120)}"
             label = text if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
+            hint = ""
+            if braces := [column for column in missing if not column.isidentifier()]:
+                hint = f"; write {{{{ and }}}} around {min(braces)} if it is text of the prompt"
+            elif "prompt" in missing and row and spec.prompt == "{prompt}":
+                hint = (
+                    f"; name the column of the prompts in the task, such as prompt: '{{{next(iter(row))}}}'"
+                )
             raise DataError(
                 f"{spec.source or 'tasks'}: tasks.{spec.name}: row {label} of {place} lacks "
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
-                f"(columns: {', '.join(map(str, row)) or 'none'})"
+                f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
         render_content(spec, row)

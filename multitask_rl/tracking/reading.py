@@ -68,9 +68,14 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
     Without ``whole``: evaluations and configuration alone, which are a small part of the records.
     """
     if not (directory / "evaluations.jsonl").is_file():
+        allowed = "give the run's output_dir, or mlflow:<run id> with --tracking-uri"
+        if not directory.exists():
+            raise ConfigError(f"{directory} does not exist; {allowed}")
+        runs = sorted(path.parent.name for path in directory.glob("*/evaluations.jsonl"))[:5]
         raise ConfigError(
-            f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; give "
-            "the run's output_dir, or mlflow:<run id> with --tracking-uri"
+            f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; "
+            + (f"it holds the runs {', '.join(runs)}; " if runs else "")
+            + allowed
         )
     config_path = directory / "config.yaml"
     config = load_yaml(config_path)[0] if config_path.is_file() else {}

@@ -44,6 +44,32 @@ MISTAKES = {
     "a misspelt command": (["trian"], {}, ["'trian'", "did you mean 'train'"]),
     "nothing given": (["train"], {}, ["no tasks", "tasks_file=path/to/tasks.yaml"]),
     "the file without its key": (["train", "tasks.yaml"], {}, ["tasks_file=tasks.yaml"]),
+    "the file of a run": (
+        ["train", "first.yaml"],
+        {"first.yaml": "# @package _global_\nmax_steps: 3\n"},
+        ["'first.yaml'", "--config-dir", "=first"],
+    ),
+    "a misspelt experiment": (
+        ["train", "--config-dir", ".", "+configs=frist"],
+        {"configs/first.yaml": "# @package _global_\nmax_steps: 3\n"},
+        ["+configs=frist", "did you mean 'first'"],
+    ),
+    "an experiment without +": (
+        ["train", "--config-dir", ".", "configs=first"],
+        {"configs/first.yaml": "# @package _global_\nmax_steps: 3\n"},
+        ["'configs'", "write +configs=NAME"],
+    ),
+    "a key without its section": (
+        ["train", "learning_rate=1e-6"],
+        {},
+        ["'learning_rate'", "'optimizer.learning_rate'"],
+    ),
+    "a key that is called otherwise": (
+        ["train", "model.lora.r=16"],
+        {},
+        ["'model.lora.r'", "allowed: alpha, dropout, rank"],
+    ),
+    "a file as project": (["init", "tasks.yaml", "--yes", "--model", "gone"], {}, ["'tasks.yaml' is a file"]),
     "a key with dashes": (["train", "--max-steps", "3"], {}, ["--max-steps", "write max_steps=3"]),
     "spaces around =": (
         ["train", "max_steps", "=", "3"],
@@ -113,6 +139,11 @@ MISTAKES = {
         {"tasks.yaml": "tasks:\n\tcopy: {}\n"},
         ["tasks.yaml:2:1", "indent with spaces"],
     ),
+    "a colon in a text": (
+        ["tasks", "validate", "tasks.yaml"],
+        {"tasks.yaml": "tasks:\n  copy:\n    prompt: Question: {prompt}\n"},
+        ["tasks.yaml:3:", "put a text with ': ' in quotes"],
+    ),
     "an empty file": (TRAIN, {"tasks.yaml": ""}, ["tasks.yaml: the file is empty", "expected a key 'tasks'"]),
     "tasks without `tasks:`": (
         TRAIN,
@@ -156,6 +187,21 @@ MISTAKES = {
         TRAIN,
         task(prompt="{question}"),
         ["tasks.copy: row", "lacks question"],
+    ),
+    "a column with the prompt of another name": (
+        ["tasks", "validate", "tasks.yaml"],
+        data("d.jsonl", '{"question": "a", "reference": "b"}\n'),
+        ["lacks prompt", "prompt: '{question}'"],
+    ),
+    "braces in a prompt": (
+        ["tasks", "validate", "tasks.yaml"],
+        task(prompt='Answer {"a": 1} to {prompt}'),
+        ['lacks "a"', "write {{ and }}"],
+    ),
+    "a list as data": (
+        ["tasks", "validate", "tasks.yaml"],
+        data("d.jsonl", f"[{ROW.strip()}]\n"),
+        ["d.jsonl:1", "one row a line"],
     ),
     "a column that the reward lacks": (
         TRAIN,
@@ -267,7 +313,12 @@ MISTAKES = {
         task(),
         ["already made its 1 steps", "raise max_steps"],
     ),
-    "a report of no run": (["report", "nowhere"], {}, ["nowhere", "give the run's output_dir"]),
+    "a report of no run": (
+        ["report", "nowhere"],
+        {},
+        ["nowhere does not exist", "output_dir"],
+    ),
+    "a report of several": (["report", "."], {}, ["is not the output directory", "it holds the runs done"]),
 }
 
 
@@ -290,6 +341,7 @@ def space(tmp_path_factory):
 def test_a_mistake_is_answered(space, capsys, mistake):
     arguments, files, parts = MISTAKES[mistake]
     for name, text in {"tasks.yaml": json.dumps({"tasks": {"copy": TASK}}), **files}.items():
+        (space / name).parent.mkdir(exist_ok=True)
         (space / name).write_text(text)
     with _held(space / "held") if "output_dir=held" in arguments else contextlib.nullcontext():
         code = main(arguments)

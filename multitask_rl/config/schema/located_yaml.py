@@ -123,6 +123,8 @@ def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
         place = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
         problem = " ".join(filter(None, (error.context, error.problem)))
         hint = "; indent with spaces" if "'\\t'" in problem else ""
+        if "mapping values are not allowed" in problem:
+            hint = "; put a text with ': ' in quotes, or indent the line like those beside it"
         raise ConfigError(f"{place}: not valid YAML: {problem}{hint}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
