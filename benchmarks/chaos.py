@@ -371,10 +371,15 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     if executor == "ray":
         import ray  # noqa: F401 - before attempts are forked
     began = time.monotonic()
-    child, pipe = attempt(tiny_config(directory, "whole", executor), directory / "whole.log")
-    if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise SystemExit(f"the undisturbed run ended with {code}: {(directory / 'whole.log').read_text()}")
-    os.close(pipe)
+    for turn in reversed(range(5)):  # a busy machine can be too slow for the limits of Ray's start
+        child, pipe = attempt(tiny_config(directory, "whole", executor), directory / "whole.log")
+        os.close(pipe)
+        if (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == 0:
+            break
+        if executor != "ray" or not turn:
+            raise SystemExit(
+                f"the undisturbed run ended with {code}: {(directory / 'whole.log').read_text()}"
+            )
     expected = contents(directory / "whole")
     done: Counter[str] = Counter()
     wrong: list[str] = []

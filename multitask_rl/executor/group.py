@@ -175,6 +175,7 @@ class ActorGroup:
     Raises:
         MissingExtraError: Ray is not installed.
         ConfigError: the cluster has no room.
+        EngineError: Ray does not start.
     """
 
     _num_groups: ClassVar[int] = 0
@@ -368,8 +369,14 @@ class ActorGroup:
         if "RAY_ADDRESS" not in os.environ:
             ActorGroup._session = _Session()
             where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
-        with _keeping_sigterm():
-            ray.init(**where, logging_level=logging.WARNING, log_to_driver=False)
+        try:
+            with _keeping_sigterm():
+                ray.init(**where, logging_level=logging.WARNING, log_to_driver=False)
+        except Exception as error:
+            raise EngineError(
+                f"Ray does not start (address {where['address']!r}): {error} On a machine with much other "
+                "work its own limit of 30 s can be too short: start the same command again"
+            ) from error
 
     @staticmethod
     def _stop_cluster() -> None:

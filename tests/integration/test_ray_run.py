@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.config.run import RayConfig, RolloutConfig
+from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from run_builders import (
@@ -76,7 +77,11 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
     assert_episodes_keep_their_limits([row for row in rows if row["task"] == "echo"], build_tokenizer())
 
 
-def test_an_interrupted_start_leaves_nothing_of_ray(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [(KeyboardInterrupt("stop"), KeyboardInterrupt), (Exception("timed out"), EngineError)],
+)
+def test_a_start_that_fails_is_an_error_of_the_run_and_leaves_nothing(tmp_path, monkeypatch, raised, seen):
     import ray
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
@@ -84,10 +89,10 @@ def test_an_interrupted_start_leaves_nothing_of_ray(tmp_path, monkeypatch):
 
     def init(_temp_dir=tmp_path / "ray", **_):
         (Path(_temp_dir) / "session_1" / "logs").mkdir(parents=True)
-        raise KeyboardInterrupt
+        raise raised
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(seen, match=str(raised)):
         ActorGroup("rank", lambda index: index, 1, num_cpus=1.0, num_gpus=0.0)
     assert list(tmp_path.iterdir()) == []
 
