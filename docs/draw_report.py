@@ -17,8 +17,8 @@ from PIL import Image
 from multitask_rl.cli import main
 
 PICTURE = Path(__file__).with_name("figures") / "report.png"
-SIZE = (1200, 1000)
-COLOURS = 96
+SIZE = (1200, 1230)
+COLOURS = 192
 
 
 def draw(run: Path) -> None:
