@@ -23,6 +23,7 @@ import atexit
 import contextlib
 import ctypes
 import json
+import math
 import os
 import random
 import select
@@ -351,8 +352,8 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- campaigns
 
 
-def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str, Any]:
-    """Disturb runs until ``kills`` signals were sent; return what was found."""
+def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: int) -> dict[str, Any]:
+    """Disturb runs until ``kills`` signals were sent, or for so many minutes; return what was found."""
     rng = random.Random(seed)
     random.seed(seed)
     temporary = directory / "tmp"
@@ -385,14 +386,18 @@ def kill_runs(directory: Path, executor: str, kills: int, seed: int) -> dict[str
     wrong: list[str] = []
     codes: Counter[int] = Counter()
     number = 0
-    while sum(done.values()) < kills:
+
+    def is_enough() -> bool:
+        return sum(done.values()) >= kills or time.monotonic() - began > 60 * minutes
+
+    while not is_enough():
         number += 1
         name, log = f"run_{number}", directory / f"run_{number}.log"
         config = tiny_config(directory, name, executor)
         story = []
         for turn in range(100):
             plans: list[Plan] = []
-            if turn < 6 and sum(done.values()) < kills:
+            if turn < 6 and not is_enough():
                 for part in rng.sample(parts, AT_ONCE[executor]):
                     nth = rng.randint(1, 2) if part in REPEATED else 1
                     plans.append((part, nth, rng.uniform(0.0, PARTS[part][2]), rng.choice(KINDS)))
@@ -527,6 +532,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--executor", choices=["local", "ray", "ranks"], default="local")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no kill after them")
     parser.add_argument("--damage", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
@@ -536,7 +542,11 @@ def main() -> None:
         results = []
         for number, name, campaign in (
             # before this process has a trainer of its own: an attempt is forked from it
-            (options.kills, "killed", partial(kill_runs, executor=options.executor, kills=options.kills)),
+            (
+                options.kills,
+                "killed",
+                partial(kill_runs, executor=options.executor, kills=options.kills, minutes=options.minutes),
+            ),
             (options.damage, "damaged", partial(damage_runs, count=options.damage)),
         ):
             if number:
