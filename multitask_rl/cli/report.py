@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,9 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
     if len(trained) < 2:
         return []
     tasks = list(dict.fromkeys(task for own in intervals for task in own["changes"]))
+    elsewhere = f"shares and changes of {len(tasks)} tasks between evaluations: --html FILE, --json"
     if len(trained) + len(tasks) > _MOST_COLUMNS:
-        return [f"shares and changes of {len(tasks)} tasks between evaluations: --html FILE, --json"]
+        return [elsewhere]
     heads = [*(f"share {task}" for task in trained), *(f"change {task}" for task in tasks)]
     table = [["steps", *heads]]
     for own in intervals:
@@ -91,9 +93,12 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
             "-" if c is None else f"{c['delta']:+.3f} ±{(c['high'] - c['low']) / 2:.3f}" for c in changes
         ]
         table.append(["{} to {}".format(*own["steps"]), *shares, *cells])
+    text = ruled(table)
     parts = [
         "between evaluations: share of the groups that gave a gradient (0: none of the task's did, whatever "
-        "its weight), change of each held-out result:\n" + ruled(table)
+        "its weight), change of each held-out result:\n" + text
+        if text.index("\n") <= shutil.get_terminal_size((10_000, 0)).columns
+        else elsewhere
     ]
     effects = {(row["trained"], row["task"]): row for row in influence["effects"]}
     if effects:

@@ -119,8 +119,9 @@ def test_turnover_counts_prompts_that_change_sides() -> None:
 
 
 def test_report_prints_shares_changes_effects_and_turnover(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     kind = {"metric": "m", "direction": "higher", "prompts": "p"}
     evaluations: list[dict[str, Any]] = []
     for index in range(7):
@@ -139,6 +140,11 @@ def test_report_prints_shares_changes_effects_and_turnover(
     assert "+0.125 ±" in text
     assert "training on a task (row) changed a held-out result (column)" in text
     assert "a wide interval says that they do" in text
+    monkeypatch.setenv("COLUMNS", "40")
+    assert main(["report", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "0 to 2   " not in text, "a table that is wider than the terminal"
+    assert "shares and changes of 2 tasks between evaluations: --html FILE, --json" in text
     assert main(["report", str(tmp_path), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
     assert {(row["trained"], row["task"]) for row in result["influence"]["effects"]} == {
