@@ -91,10 +91,10 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
 
 
 def attach_page(trackers: Trackers) -> None:
-    """Give the trackers that take it the page of the run; log why there is none."""
-    if not trackers.take_pages:
-        return
+    """Give the trackers that take it the page of the run, if it has evaluated; log why there is none."""
     directory = trackers.directory
+    if not trackers.take_pages or not (directory / "evaluations.jsonl").is_file():
+        return
     num_bytes = sum(path.stat().st_size for path in (directory / name for name in RECORDS) if path.exists())
     if num_bytes > MOST_RECORD_BYTES:
         _LOG.warning(

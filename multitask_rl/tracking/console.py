@@ -205,7 +205,11 @@ class ConsoleTracker(Tracker):
         page = shlex.quote(str(self._output_dir / "report.html"))
         follows = f"multitask-rl report {run} --html {page} --open"
         if status != "finished":
-            follows = f"multitask-rl train output_dir={run} goes on from the newest checkpoint"
+            has_any = any((self._output_dir / "checkpoints").glob("step_*"))
+            where = (
+                "goes on from the newest checkpoint" if has_any else "begins anew: no checkpoint was saved"
+            )
+            follows = f"multitask-rl train output_dir={run} {where}"
         if self._mode == "json":
             self._write_json(self._step, {"status": status})
         else:

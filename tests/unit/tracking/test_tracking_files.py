@@ -187,6 +187,11 @@ def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     assert "scheduler: weights: moved (step 3)" in last
     assert "guard alarm: it [fell]" in text
     assert "run stopped; next: multitask-rl train output_dir=" in text.splitlines()[-1]
+    assert text.splitlines()[-1].endswith("begins anew: no checkpoint was saved")
+    (tmp_path / "checkpoints/step_00000003").mkdir(parents=True)
+    plain = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=(lines := io.StringIO()))
+    plain.finish("stopped")
+    assert lines.getvalue().endswith("goes on from the newest checkpoint\n")
 
 
 def test_json_lines_are_strict_and_hold_every_record(tmp_path: Path) -> None:
