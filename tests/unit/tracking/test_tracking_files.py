@@ -150,7 +150,7 @@ def test_quiet_tells_alarms_and_json_is_one_object_a_line(
     if console == "quiet":
         assert len(lines) == len(told)
         assert all(part in line for part, line in zip(told, lines, strict=True))
-        assert f"multitask-rl train output_dir={tmp_path} goes on" in lines[1]
+        assert f"multitask-rl train output_dir={tmp_path} begins anew" in lines[1]
         return
     records = [json.loads(line) for line in lines]
     assert [next(key for key in record if key != "step") for record in records] == [
