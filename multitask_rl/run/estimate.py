@@ -27,6 +27,7 @@ from multitask_rl.models.lora import model_below
 from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
+from multitask_rl.training.eight_bit import BLOCK
 from multitask_rl.training.forward import SLICE_CELLS
 
 LOGIT_COPIES = 5
@@ -151,7 +152,8 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     parts: dict[str, float] = {
         "weights": shape.parameters * width / holders,
         "gradients": 4 * shape.trainable / holders,
-        "optimizer": moment_bytes(shape.trainable, width) / holders,
+        "optimizer": moment_bytes(shape.trainable, width, packed=config.optimizer.moments == "int8")
+        / holders,
         "reference": shape.parameters * width * has_reference(plan) / holders,
         "copy to sample from": shape.parameters * _copy_width(plan, width),
         "critic": shape.parameters * (width + 12) * (config.critic.trunk == "separate"),
@@ -195,12 +197,16 @@ def activation_bytes(
     return float(tokens * per_token * width + 4 * LOGIT_COPIES * logits)
 
 
-def moment_bytes(trainable: int, width: int) -> int:
-    """Return the bytes of AdamW's two moments, and of the float32 masters of 16-bit weights."""
-    return trainable * (8 if width == 4 else 12)
+def moment_bytes(trainable: int, width: int, *, packed: bool = False) -> float:
+    """Return the bytes of AdamW's two moments, and of the float32 masters of 16-bit weights.
+
+    ``packed``: as ``optimizer.moments=int8`` keeps them in memory. Checkpoints have them in float32.
+    """
+    masters = 0 if width == 4 else 4
+    return trainable * (masters + (2 + 8 / BLOCK if packed else 8))
 
 
-def learner_bytes(parameters: int, trainable: int, width: int) -> int:
+def learner_bytes(parameters: int, trainable: int, width: int) -> float:
     """Return the bytes of weights, gradients and optimizer."""
     return parameters * width + 4 * trainable + moment_bytes(trainable, width)
 
@@ -289,7 +295,8 @@ def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:
     if memory["sampling"] >= fixed:
         return "lower rollout.max_batch_tokens"
     if not config.model.lora.rank:
-        return "set model.lora.rank=16: gradients and optimizer shrink to those of the adapters"
+        packed = "" if config.optimizer.moments == "int8" else ", or optimizer.moments=int8"
+        return f"set model.lora.rank=16: gradients and optimizer shrink to those of the adapters{packed}"
     return "take a smaller model"
 
 

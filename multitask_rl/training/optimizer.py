@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, OptimizerConfig
 from multitask_rl.errors import CheckpointError
+from multitask_rl.training.eight_bit import EightBitAdamW, pack, unpack
 from multitask_rl.training.masters import Masters
 
 MASTER = "master"
@@ -79,7 +81,9 @@ class ActorCriticOptimizer:
         self.parameters = (actor, critic)
         self._max_grad_norm = config.max_grad_norm
         self._masters = Masters(p for group in self.parameters for p in group)
-        self._adamw = torch.optim.AdamW(
+        self._is_packed = config.moments == "int8"
+        kind = EightBitAdamW if self._is_packed else partial(torch.optim.AdamW, fused=True)
+        self._adamw = kind(
             [
                 {"params": [p for p in group if p not in self._masters], "lr": rate}
                 for group, rate in zip(self.parameters, self._rates, strict=True)
@@ -87,7 +91,6 @@ class ActorCriticOptimizer:
             betas=(config.betas[0], config.betas[1]),
             eps=config.adam_eps,
             weight_decay=config.weight_decay,
-            fused=True,
         )
         self.scales_loss = scales_loss
         self._scale = FIRST_SCALE if scales_loss else 1.0
@@ -154,13 +157,15 @@ class ActorCriticOptimizer:
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:
         """Return the state in this process for a checkpoint, ``<parameter name>|<key>`` -> tensor.
 
+        Moments are float32 whatever ``optimizer.moments`` is, so that a run may change it.
+
         ``names``: ``id(parameter)`` -> parameter name.
         """
         state: dict[str, Tensor] = {}
         owners = self._masters.owners()
         for moved, values in self._adamw.state.items():
             name = names[id(owners.get(moved, moved))]
-            for key, value in values.items():
+            for key, value in unpack(values, moved.shape).items():
                 state[f"{name}|{key}"] = torch.as_tensor(value)
             if self.scales_loss:  # with each parameter, as ranks keep the state of different ones
                 state[f"{name}|{LOSS_SCALE}"] = torch.tensor(self._scale, dtype=torch.float64)
@@ -184,9 +189,8 @@ class ActorCriticOptimizer:
             if self.scales_loss and scale is not None:
                 self._scale = float(scale)
             moved = self._masters.load(parameter, values.pop(MASTER, None))
-            self._adamw.state[moved] = {
-                key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()
-            }
+            found = {key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()}
+            self._adamw.state[moved] = pack(found) if self._is_packed else found
 
 
 def fitting_state(

@@ -397,11 +397,11 @@ def test_exit_code_says_how_it_ended(
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_there_are_94_keys_at_most() -> None:
+def test_there_are_95_keys_at_most() -> None:
     """80; six of the reference: a critic of its own (3), attention, the epsilon of Adam, prefill; two of
     environments, one of the console; the training backend and its keys.
     """
-    assert len(config_keys()) <= 94
+    assert len(config_keys()) <= 95
 
 
 def test_doctor_says_what_works(capsys: pytest.CaptureFixture[str]) -> None:
