@@ -3,9 +3,10 @@
     python benchmarks/chat_memory.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json FILE
 
 One step of a real run on two generated tasks of ``examples/smollm2``: instructions and extraction, without
-padding to a length. ``float32`` has no reference model, ``float32-kl`` has one, ``bfloat16`` samples and
-learns in bfloat16 with a copy of the weights to sample from. Each is a process of its own. Figures are GiB of
-its resident memory, libraries included, at its highest in each part; a thread looks twenty times a second.
+padding to a length. ``float32`` has no reference model, ``float32-kl`` has one, ``float32-int8`` keeps
+AdamW's moments in one byte a number (``optimizer.moments``), ``bfloat16`` samples and learns in bfloat16 with
+a copy of the weights to sample from. Each is a process of its own. Figures are GiB of its resident memory,
+libraries included, at its highest in each part; a thread looks twenty times a second.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "smollm2"))
 
-MODES = ("float32", "float32-kl", "bfloat16")
+MODES = ("float32", "float32-kl", "float32-int8", "bfloat16")
 PARTS = ("rollout", "update", "step")
 
 
@@ -39,6 +40,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8, help="responses to each")
     parser.add_argument("--new-tokens", type=int, default=64, help="at most, of a response")
     parser.add_argument("--microbatch", type=int, default=1024, help="tokens of one pass of the learner")
+    parser.add_argument("--steps", type=int, default=1, help="the figures are of the last one")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -85,7 +87,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, float]:
         document = {
             "tasks": tasks,
             "output_dir": str(directory / "run"),
-            "max_steps": 1,
+            "max_steps": args.steps,
             "num_threads": 1,
             "model": {"name_or_path": str(Path(args.model).resolve()), "autocast": is_bfloat16},
             "batch": {
@@ -99,7 +101,10 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, float]:
                 "temperature": 0.7,
                 "engine_config": {"weights": "bfloat16" if is_bfloat16 else "actor"},
             },
-            "optimizer": {"learning_rate": 2e-5},
+            "optimizer": {
+                "learning_rate": 2e-5,
+                "moments": "int8" if mode == "float32-int8" else "float32",
+            },
             "eval": {"every": 0},
             "guard": {"enabled": False},
             "tracking": {"trackers": ["jsonl"]},
@@ -114,7 +119,8 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, float]:
         with Trainer.from_config(build_dataclass(RunConfig, document, Where("chat_memory"))) as trainer:
             found["models"] = resident()
             threading.Thread(target=watch, daemon=True).start()
-            trainer.train_step()
+            for _ in range(args.steps):
+                trainer.train_step()
             is_done.set()
             spans = (directory / "run" / "timeline.jsonl").read_text(encoding="utf-8").splitlines()
         ended, by_part = seen[-1][0], {}

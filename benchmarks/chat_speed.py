@@ -1,10 +1,13 @@
-"""Sampling answers with a pretrained chat model: tokens per second of our engine, ``model.generate``, vLLM.
+"""A pretrained chat model: tokens per second of sampling, and of a whole training step.
 
-    python benchmarks/chat_speed.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json results.json
+    python benchmarks/chat_speed.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json sampling.json
+    python benchmarks/chat_speed.py --engines ours-step-float32 trl-step-float32 --steps 3 --json step.json
 
-Every side is a process of its own with the same prompts, lengths and temperature. The sides take turns. A
-ratio is the median over the turns of our tokens per second of processor time over those of the other side:
-other work on the machine hardly changes it. A side that is not installed is left out with a message.
+Sampling compares our engine with ``model.generate`` and vLLM; a step compares our trainer with TRL's
+``GRPOTrainer``. Every side is a process of its own with the same prompts, lengths and temperature. The sides
+take turns. A ratio is the median over the turns of our tokens per second of processor time over those of the
+other side: other work on the machine hardly changes it. A side that is not installed is left out with a
+message.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from speed import Side, machine
+from speed import Side, machine, trl_python
 
+SCRIPTS = {"ours-step": "chat_step.py", "trl-step": "chat_trl.py"}
+"""Sides of a whole step; ``chat.py`` serves the others."""
 ENGINES = ["ours-float32", "ours-bfloat16", "generate-float32", "generate-bfloat16", "vllm-bfloat16"]
+HELP = f"{' '.join(ENGINES)}; of a whole step {' '.join(SCRIPTS)}, each with -float32 or -bfloat16"
 WARMUP = 1
 
 
@@ -28,7 +34,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="runs/smollm2/cache/SmolLM2-135M-Instruct", help="directory")
-    parser.add_argument("--engines", nargs="+", default=ENGINES, metavar="ENGINE", help=" ".join(ENGINES))
+    parser.add_argument("--engines", nargs="+", default=ENGINES, metavar="ENGINE", help=HELP)
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=4, help="answers to each")
     parser.add_argument("--new-tokens", type=int, default=64, help="at most, of an answer")
@@ -40,8 +46,14 @@ def main() -> None:
     sizes = {"prompts": args.prompts, "group": args.group, "new-tokens": args.new_tokens}
     given = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     given += ["--model", str(Path(args.model).resolve()), "--threads", str(args.threads)]
+    given += ["--steps", str(args.steps + WARMUP)]
     for engine in args.engines:
-        side = Side(engine, sys.executable, "chat.py", ["--engine", engine, *given], args.threads)
+        kind = engine.rpartition("-")[0]
+        python = trl_python() if kind == "trl-step" else sys.executable
+        if python is None:
+            continue
+        script = SCRIPTS.get(kind, "chat.py")
+        side = Side(engine, python, script, ["--engine", engine, *given], args.threads)
         try:
             for _ in range(WARMUP):
                 side.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 import time
@@ -10,24 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--engine", required=True, help="ours, generate or vllm, a dash, float32 or bfloat16")
-parser.add_argument("--model", required=True)
-parser.add_argument("--prompts", type=int, required=True)
-parser.add_argument("--group", type=int, required=True)
-parser.add_argument("--new-tokens", type=int, required=True)
-parser.add_argument("--threads", type=int, required=True)
-args = parser.parse_args()
-name, _, dtype = args.engine.partition("-")
-TEMPERATURE = 0.7
-QUESTIONS = (
-    *("Why is the sea salty?", "How does a zip work?", "Write a diary entry about a lighthouse."),
-    *("Tom has 3 apples and buys 5 more. How many has he now?", "What should I pack for a day at the beach?"),
-    *("Return a JSON object with name, age and city. Text: Anna Adler, 34, works as a baker in Oslo.",),
-    *("Write a short text about rain in April. Use fewer than 30 words. Leave out commas entirely.",),
-    *("Give advice for a beginner about keeping bees, as a list of three points.",),
-)
+from chat_prompts import TEMPERATURE, arguments, questions
 
+args = arguments(__doc__)
+name, _, dtype = args.engine.partition("-")
 # vLLM starts threads of its own when it is imported
 os.environ |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -41,12 +26,11 @@ tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")
 
 def prompt_ids(step: int) -> list[list[int]]:
     """Return the prompts of a step as token ids."""
-    chosen = [QUESTIONS[i % len(QUESTIONS)] + " " * (i // len(QUESTIONS)) for i in range(args.prompts)]
     texts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"({step}) {text}"}], tokenize=False, add_generation_prompt=True
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-        for text in chosen
+        for text in questions(step, args.prompts)
     ]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
