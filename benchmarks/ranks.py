@@ -30,12 +30,14 @@ from sides.workload import ACTORS, CHARS, KINDS, make_actor
 from speed import machine
 
 from multitask_rl.algorithms.grpo import GRPO
-from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
+from multitask_rl.config.grammar import is_installed
+from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig, TrainingConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.models.actor import load_actor
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 from multitask_rl.training.backends.build import LocalRank
+from multitask_rl.training.backends.deepspeed import DeepSpeedBackend
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.critic import Critic
@@ -117,34 +119,32 @@ def compare(
 
 def compare_weights(folder: str, samples: list[CreditedSample], args: argparse.Namespace) -> dict[str, Any]:
     """Return seconds of an update and MiB of the last rank, with copies of the weights and with parts."""
-    sides = {"copies": (False, 1), "parts": (True, 1), "layers": (True, args.ranks)}
+    sides: dict[str, dict[str, Any]] = {
+        "copies": {},
+        "parts": {"sharded": True},
+        "layers": {"sharded": True, "tensor": args.ranks},
+    }
+    if is_installed("deepspeed"):
+        sides |= {"zero2": {"stage": 2}, "zero3": {"stage": 3}}
     make_actor(Path(folder) / "tiny", "tiny", 0)
     empty = weigh(f"{folder}/tiny", samples[:1], args)["at_rest_mib"]
     make_actor(Path(folder) / "larger", args.larger, 0)
-    figures = {
-        name: weigh(f"{folder}/larger", samples, args, sharded=sharded, tensor=tensor)
-        for name, (sharded, tensor) in sides.items()
-    }
+    figures = {name: weigh(f"{folder}/larger", samples, args, **options) for name, options in sides.items()}
     for figure in figures.values():
         for key in ("at_rest_mib", "highest_mib"):
             figure[key] -= empty
     ratios = {
         f"copies/{side}": {key: figures["copies"][key] / value for key, value in figures[side].items()}
-        for side in ("parts", "layers")
+        for side in list(sides)[1:]
     }
     return {"actor": args.larger, "samples": len(samples), **figures, **ratios}
 
 
 def weigh(
-    folder: str,
-    samples: list[CreditedSample],
-    args: argparse.Namespace,
-    *,
-    sharded: bool = False,
-    tensor: int = 1,
+    folder: str, samples: list[CreditedSample], args: argparse.Namespace, **options: Any
 ) -> dict[str, float]:
     """Return seconds of an update, and MiB of the last rank after it and at its highest."""
-    learner, processes = build(folder, args.ranks, 1, sharded=sharded, tensor=tensor)
+    learner, processes = build(folder, args.ranks, 1, **options)
     rank, figures = processes[-1], []
     torch.set_num_threads(1)
     try:
@@ -185,11 +185,14 @@ def weigh_trainer(folder: str, samples: list[CreditedSample], args: argparse.Nam
 
 
 def build(
-    folder: str, num_ranks: int, context: int, *, sharded: bool = False, tensor: int = 1
+    folder: str, num_ranks: int, context: int, *, sharded: bool = False, tensor: int = 1, stage: int = 0
 ) -> tuple[Learner, list[int]]:
-    """Return a learner and the processes it computes in."""
+    """Return a learner and the processes it computes in; ``stage``: of DeepSpeed's ZeRO."""
     actor = load_actor(ModelConfig(name_or_path=folder), "cpu")
-    config = RunConfig(batch=BatchConfig(layout="bucketed" if context > 1 else "auto"))
+    config = RunConfig(
+        batch=BatchConfig(layout="bucketed" if context > 1 else "auto"),
+        training=TrainingConfig(backend_config={"stage": stage} if stage else {}),
+    )
     task = LearnerTask(spec=TaskSpec(name="t"), algorithm=GRPO(GRPO.Config()))
     main = InProcess(ModelRunner(actor, Critic(), config), {"t": task}, config)
     backend: TrainingBackend = main
@@ -201,7 +204,8 @@ def build(
             processes.append(rank.pid)
             return rank
 
-        backend = RankGroup(
+        group: Any = DeepSpeedBackend.group if stage else RankGroup
+        backend = group(
             main,
             config,
             launch,

@@ -269,7 +269,7 @@ def bind_controllers(
             reward_ranges=ranges,
             seed=plan.config.seed,
         )
-        cuts = plan.num_parts > 1 or plan.config.batch.context_ranks > 1
+        cuts = plan.has_parts or plan.config.batch.context_ranks > 1
         if cuts and scheduler.policy_config.gradients_every:
             raise ConfigError(
                 "scheduler.policy_config.gradients_every: with sharded models or batch.context_ranks > 1 a "
@@ -337,7 +337,7 @@ def describe_overlap(plan: RunPlan, actor: Actor) -> str:
         size = sum(p.numel() * p.element_size() for p in actor.model.parameters()) / 2**20
         alternative = (
             "no learner rank has all of them; rollout.engine=vllm needs no whole copy of the actor here"
-            if plan.num_parts > 1
+            if plan.has_parts
             else "they must not change under a rollout; with rollout.max_staleness=0 it samples from them in "
             "place"
         )

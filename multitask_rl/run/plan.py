@@ -99,9 +99,14 @@ class RunPlan:
         return self.backend_class.num_parts(self.config)
 
     @property
+    def has_parts(self) -> bool:
+        """The actor's weights are not in this process's model."""
+        return self.backend_class.has_parts(self.config)
+
+    @property
     def samples_from_copy(self) -> bool:
         """The engine samples from a whole copy of the actor in this process, beside the trained weights."""
-        is_needed = self.config.rollout_lag > 0 or self.num_parts > 1
+        is_needed = self.config.rollout_lag > 0 or self.has_parts
         return is_needed and self.engine_class.shares_weights and self.config.executor == "local"
 
     def describe(self) -> str:
@@ -187,7 +192,7 @@ def plan_run(
             logger.warning("task %s: %s", name, warning)
     _check_devices(plan)
     if engine is not None and (
-        config.executor == "ray" or (engine.shares_weights and (config.rollout_lag > 0 or plan.num_parts > 1))
+        config.executor == "ray" or (engine.shares_weights and (config.rollout_lag > 0 or plan.has_parts))
     ):
         raise ConfigError(
             "an engine given from Python samples in this process from its own weights: use executor=local, "
@@ -320,7 +325,7 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
-    if spec.teacher and (plan.num_parts > 1 or config.batch.context_ranks > 1):
+    if spec.teacher and (plan.has_parts or config.batch.context_ranks > 1):
         raise ConfigError(
             f"{where}.teacher: a teacher is computed whole, and device_map.actor="
             f"{config.device_map.get('actor', 'cpu')!r}, batch.context_ranks={config.batch.context_ranks} "

@@ -210,11 +210,13 @@ class TrainingBackend:
 
     @classmethod
     def num_parts(cls, config: RunConfig) -> int:
-        """Return how many processes divide the actor's weights among them. Default: 1, all have all weights.
-
-        Above 1 ``runner.actor.parts`` brings the weights (``WeightParts``); they are not in ``runner``.
-        """
+        """Return how many processes divide the actor's weights. Default: 1, each process has all of them."""
         return 1
+
+    @classmethod
+    def has_parts(cls, config: RunConfig) -> bool:
+        """Whether ``runner.actor.parts`` brings the weights (``WeightParts``): they are not in ``runner``."""
+        return cls.num_parts(config) > 1
 
     @classmethod
     def build(

@@ -84,7 +84,8 @@ def forward_tokens(
             entropy = -(logprobs.exp() * finite).sum(dim=-1)
         return picked, entropy, logits
 
-    width = before.shape[-1] if head is None else int(head.weight.shape[0])
+    # a head in parts may have no rows between passes
+    width = before.shape[-1] if head is None else int(model.config.get_text_config().vocab_size)
     size = max(1, SLICE_CELLS // width)
     if want_logits or len(before) <= size:
         logprobs, entropy, logits = score(before, batch.sequence, batch.targets, mask)

@@ -13,7 +13,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.algorithms.sft import SFT
-from multitask_rl.config.run import BatchConfig, OptimizerConfig, RolloutConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainingConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
@@ -45,6 +45,7 @@ class Bench:
         actor=None,
         rate=1e-3,
         weights="actor",
+        training=None,
         **batch,
     ):
         self.actor = actor or build_actor()
@@ -52,6 +53,7 @@ class Bench:
             rollout=RolloutConfig(engine_config={"weights": weights}),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
             optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0),
+            training=training or TrainingConfig(),
         )
         specs = {"a": TaskSpec(name="a", kl=KLSpec(coefficient=0.1)), "b": TaskSpec(name="b")}
         self.algorithms = {"a": PPO(PPO.Config()), "b": GRPO(GRPO.Config())}
@@ -130,6 +132,7 @@ class RanksBench(Bench):
         checkpointing=False,
         launch=ForkedRank,
         host="127.0.0.1",
+        group=RankGroup,
         **kwargs,
     ):
         super().__init__(**kwargs)
@@ -141,7 +144,7 @@ class RanksBench(Bench):
             self.helpers.append(launch(where))
             return self.helpers[-1]
 
-        group = RankGroup(
+        ranks = group(
             self.main,
             self.config,
             start,
@@ -153,7 +156,7 @@ class RanksBench(Bench):
             host=host,
             num_threads=1,
         )
-        self.use(group)
+        self.use(ranks)
 
 
 def parameters_of(bench):

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 import torch
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from multitask_rl.config.run import ModelConfig
+from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
@@ -63,6 +64,21 @@ def build_model(
 
 def build_actor(seed: int = 0, **model: object) -> Actor:
     return Actor(build_model(seed, **model), build_tokenizer(), ModelConfig())
+
+
+def adapted_actor() -> Actor:
+    """Of another architecture, with adapters that are not zero."""
+    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    settings = ModelConfig(lora=LoraConfig(rank=4))
+    model = add_adapters(model, settings.lora)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.1, generator=generator)
+    return Actor(model, build_tokenizer(), settings)
 
 
 def sample_scored(

@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 from multitask_rl.config.devices import actor_devices, plan_ranks, torchrun_size
 from multitask_rl.config.run import RunConfig
@@ -40,26 +40,18 @@ class TorchBackend(TrainingBackend):
     ``executor`` says where ranks start: on this machine, or with ``ray`` on those of the cluster.
     """
 
+    group: ClassVar[Callable[..., RankGroup]] = RankGroup
+
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """See ``TrainingBackend``."""
         cls.settings(config)
         plan_ranks(config)
-        wants = {
-            "model.compile": config.model.compile,
-            "model.activation_offload": config.model.activation_offload,
-            "model.reference_decay": config.model.reference_decay < 1.0,
-            "critic.trunk": config.critic.trunk != "actor",
-            "batch.context_ranks": config.batch.context_ranks > 1,
-            "device_map.critic": "critic" in config.device_map,
-            "device_map.reference": "reference" in config.device_map,
-        }
-        for key, is_wanted in wants.items():
-            if cls.num_parts(config) > 1 and is_wanted:
-                raise ConfigError(
-                    f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
-                    f"with which {key} does not work; leave that at its default, or sharded out"
-                )
+        for key in refused_in_parts(config) if cls.num_parts(config) > 1 else ():
+            raise ConfigError(
+                f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
+                f"with which {key} does not work; leave that at its default, or sharded out"
+            )
 
     @classmethod
     def num_parts(cls, config: RunConfig) -> int:
@@ -94,7 +86,7 @@ class TorchBackend(TrainingBackend):
                 launch, host = ray_ranks, ray_ranks.host
                 own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone
                 devices = [devices[0], *[(own, own)] * (len(devices) - 1)]
-            group = RankGroup(
+            group = cls.group(
                 main,
                 config,
                 launch,
@@ -108,6 +100,20 @@ class TorchBackend(TrainingBackend):
             )
             undo.pop_all()
         return group
+
+
+def refused_in_parts(config: RunConfig) -> list[str]:
+    """Return the keys of ``config`` that ask for what ranks with parts of the weights cannot do."""
+    wants = {
+        "model.compile": config.model.compile,
+        "model.activation_offload": config.model.activation_offload,
+        "model.reference_decay": config.model.reference_decay < 1.0,
+        "critic.trunk": config.critic.trunk != "actor",
+        "batch.context_ranks": config.batch.context_ranks > 1,
+        "device_map.critic": "critic" in config.device_map,
+        "device_map.reference": "reference" in config.device_map,
+    }
+    return [key for key, is_wanted in wants.items() if is_wanted]
 
 
 class LocalRank:

@@ -39,7 +39,7 @@ from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch, RankConnections
 from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
 from multitask_rl.training.backends.replica import Rank, Setup
-from multitask_rl.training.backends.sharded import check_shardable, probe
+from multitask_rl.training.backends.sharded import Shards, check_shardable, probe
 from multitask_rl.training.backends.skeleton import freeze
 from multitask_rl.training.balance import deal, share_out
 from multitask_rl.training.forward import split_head
@@ -63,6 +63,7 @@ class RankGroup(TrainingBackend):
         parts: ranks with different samples that hold a copy together, if ``sharded``; 0 = all.
         host: address by which the other ranks reach this process.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
+        shards: how models are cut if ``sharded``.
 
     Raises:
         ConfigError: the models cannot be sent, or cannot be computed in parts.
@@ -82,6 +83,7 @@ class RankGroup(TrainingBackend):
         parts: int = 0,
         host: str = "127.0.0.1",
         num_threads: int = 0,
+        shards: type[Shards] = Shards,
     ) -> None:
         self._main = main
         self._config = config
@@ -90,7 +92,7 @@ class RankGroup(TrainingBackend):
         self.num_ranks, self._tensor, self._peers = len(devices), tensor, context * tensor
         self._others = range(1, self.num_ranks)
         if sharded:
-            check_shardable(runner, tensor)
+            check_shardable(runner, tensor, shards.settings)
         else:
             parts = 0
         if context > 1:
@@ -132,6 +134,7 @@ class RankGroup(TrainingBackend):
                 devices=[(str(runner.actor.device), str(runner.critic.device)), *devices[1:]],
                 num_threads=num_threads or torch.get_num_threads(),
                 frozen=frozen,
+                shards=shards,
             )
             for rank in self._others:
                 connections.send(rank, setup)
@@ -143,7 +146,7 @@ class RankGroup(TrainingBackend):
             self._undo.callback(ranks.close)
             connections.on_lost = ranks.abort
             ranks.before_sum = wait_for_all
-            self._rank = Rank(main, ranks, self._tensors, config)
+            self._rank = Rank(main, ranks, self._tensors, config, shards)
             self._wholes = self._rank.state.parameters
             self._synchronise()
             if sharded or context > 1:

@@ -81,6 +81,8 @@ class Ranks:
         """Called when this rank is ready for the sum of gradients."""
         self.summed_at = 0.0
         """When the last sum of gradients ended (``time.monotonic``)."""
+        self.on_close: Callable[[], None] = lambda: None
+        """Called before the connections close; idempotent."""
         self._store = store
         self._mesh: DeviceMesh | None = None
         self._all: Any = self._group("all", rank, size, address)
@@ -105,7 +107,7 @@ class Ranks:
         return self.rank % self.peers
 
     def _group(self, name: str, rank: int, size: int, address: str) -> Any:
-        store = c10d.PrefixStore(name, self._store)
+        store = self.store(name)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             options = c10d.ProcessGroupNCCL.Options()
@@ -120,6 +122,10 @@ class Ranks:
         group._set_default_timeout(_TIMEOUT)
         return group
 
+    def store(self, name: str) -> Any:
+        """Return a store of all ranks, for a process group called ``name``."""
+        return c10d.PrefixStore(name, self._store)
+
     def mesh(self) -> DeviceMesh:
         """Return the mesh for torch's FSDP: the ranks with other samples and the same part of each layer.
 
@@ -132,7 +138,7 @@ class Ranks:
             groups: dict[Any, Any] = {}
             for backend in self._mesh_groups:
                 names.append(f"multitask_rl/{next(_NUMBERS)}")
-                store = c10d.PrefixStore(f"mesh/{len(names)}", self._store)
+                store = self.store(f"mesh/{len(names)}")
                 group = groups[names[-1]] = c10d.ProcessGroup(store, backend.rank(), backend.size())
                 group._set_group_name(names[-1])
                 group._register_backend(torch.device(self.device.type), kind, backend)
@@ -158,6 +164,7 @@ class Ranks:
     def close(self) -> None:
         """Close the connections. Idempotent."""
         self.abort()
+        self.on_close()
         if self._mesh is not None:
             self._mesh._pg_registry.clear()  # torch keeps meshes for ever
         self._mesh = self._all = self._peers = self._data = self._copy = self._store = None

@@ -37,7 +37,7 @@ from multitask_rl.training.backend import StepStartOutputs, UpdateResult, Weight
 from multitask_rl.training.backends.context import ContextPasses
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
-from multitask_rl.training.backends.sharded import ShardedPasses, ShardedState, Shards, probe, shard_model
+from multitask_rl.training.backends.sharded import Shards, probe
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.forward import assume_split
@@ -60,6 +60,7 @@ class Setup:
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
+    shards: type[Shards]
 
 
 def main() -> None:
@@ -138,13 +139,22 @@ class Rank:
         ranks: the collectives of this rank.
         tensors: those of the models, in the same order in every rank.
         config: the run.
+        shards: how models are cut.
     """
 
     shards: Shards
     """Of sharded models only."""
 
-    def __init__(self, own: InProcess, ranks: Ranks, tensors: list[torch.Tensor], config: RunConfig) -> None:
+    def __init__(
+        self,
+        own: InProcess,
+        ranks: Ranks,
+        tensors: list[torch.Tensor],
+        config: RunConfig,
+        shards: type[Shards],
+    ) -> None:
         self.own, self.ranks, self._tensors, self._config = own, ranks, tensors, config
+        self._shards = shards
         self.state = SharedState(ranks, *own.optimizer.parameters)
         own.optimizer.share_out(self.state)
         if ranks.context > 1:
@@ -174,19 +184,12 @@ class Rank:
         """
         for number in gone:
             self._tensors[number] = torch.empty(0)
-        whole, ranks = self.own.runner, self.ranks
-        actor = actor or whole.actor
-        spec = shard_model(actor.model, ranks)
-        assume_split(actor.model, can_split_head)
-        if whole.reference is not None:
-            shard_model(whole.reference, ranks)
-            assume_split(whole.reference, can_split_head)
-        options: Any = {"passes": ShardedPasses(ranks), "shares_prompts": shares_prompts, "is_whole": False}
-        runner = ModelRunner(actor, whole.critic, self._config, whole.reference, **options)
-        self.shards = shards = Shards(actor.model, ranks, spec)
-        trained = [p for p in shards.local if p.requires_grad and p.numel()]
-        self.own = InProcess(runner, self.own.tasks, self._config, trained)
-        self.state = ShardedState(ranks, shards, list(whole.critic.parameters()))
+        actor = actor or self.own.runner.actor
+        cut = self._shards.cut_models(actor, self.own, self._config, self.ranks, shares_prompts)
+        self.shards, self.own, self.state = cut
+        for model in (actor.model, self.own.runner.reference):
+            if model is not None:
+                assume_split(model, can_split_head)
         self.own.optimizer.share_out(self.state)
 
     def gather(self, numbers: Sequence[int]) -> list[torch.Tensor] | None:
@@ -294,7 +297,7 @@ class Replica(Rank):
             compile_blocks(actor.model)
         runner = ModelRunner(actor, critic, config, reference, teachers=teachers, is_whole=False)
         runner.average = average
-        super().__init__(InProcess(runner, tasks, config), ranks, tensors, config)
+        super().__init__(InProcess(runner, tasks, config), ranks, tensors, config, setup.shards)
 
     def sample(self, requests: Sequence[GenerationRequest]) -> None:
         """Sample ``requests``; send each sample when it ends."""

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import evaluating
+from multitask_rl.models.actor import Actor, evaluating
 from multitask_rl.records import SamplingParams
+from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.tensor import ShardSpec, check_layers, cut_layers
@@ -101,6 +103,30 @@ class Shards:
 
     A parameter is named by its number, its index in ``names``.
     """
+
+    settings = ShardedPasses.settings
+    """What asks for these parts, for errors."""
+
+    @classmethod
+    def cut_models(
+        cls, actor: Actor, whole: InProcess, config: RunConfig, ranks: Ranks, shares_prompts: bool
+    ) -> tuple[Shards, InProcess, SharedState]:
+        """Cut ``actor`` and the reference of ``whole`` in place to this rank's parts.
+
+        Returns:
+            The parts of ``actor``, the backend that computes with them, and how its optimizer is shared.
+        """
+        runner = whole.runner
+        spec = shard_model(actor.model, ranks)
+        if runner.reference is not None:
+            shard_model(runner.reference, ranks)
+        options: Any = {"shares_prompts": shares_prompts, "is_whole": False}
+        passes = ShardedPasses(ranks)
+        cut = ModelRunner(actor, runner.critic, config, runner.reference, passes=passes, **options)
+        shards = cls(actor.model, ranks, spec)
+        trained = [p for p in shards.local if p.requires_grad and p.numel()]
+        own = InProcess(cut, whole.tasks, config, trained)
+        return shards, own, ShardedState(ranks, shards, list(runner.critic.parameters()))
 
     def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
         self._ranks, self._spec = ranks, spec or ShardSpec()
@@ -283,9 +309,12 @@ class ShardedState(SharedState):
         return self.shards.join(self._trained[number], parts)
 
 
-def check_shardable(runner: ModelRunner, tensor: int = 1) -> None:
-    """Raise a ConfigError if the models cannot be sharded, or their layers not cut into ``tensor`` parts."""
-    model, where = runner.actor.model, "device_map.actor=... sharded"
+def check_shardable(runner: ModelRunner, tensor: int = 1, where: str = Shards.settings) -> None:
+    """Raise a ConfigError if the models cannot be sharded, or their layers not cut into ``tensor`` parts.
+
+    ``where``: what asks for it.
+    """
+    model = runner.actor.model
     if not hasattr(FSDPModule, "reset_iter_state"):
         raise ConfigError(f"{where} needs torch 2.13 or newer, this is {torch.__version__}")
     if runner.critic.trunk is not None or runner.average is not None or runner.actor.config.compile:

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import output_capturing
 
 from learner_benches import (
@@ -20,11 +19,10 @@ from learner_benches import (
     moments,
     relative_difference,
 )
-from model_builders import build_actor, build_model, build_tokenizer, sample_scored
-from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
+from model_builders import adapted_actor, build_actor, build_model, sample_scored
+from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
-from multitask_rl.models.actor import Actor, read_weights
-from multitask_rl.models.lora import add_adapters
+from multitask_rl.models.actor import read_weights
 from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.replica import register_outputs
@@ -129,20 +127,6 @@ def test_copies_of_parts_learn_what_whole_ones_learn():
         assert_same_weights(group, alone)
     finally:
         group.backend.close()
-
-
-def adapted_actor():
-    config = GPT2Config(vocab_size=60, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config)
-    settings = ModelConfig(lora=LoraConfig(rank=4))
-    model = add_adapters(model, settings.lora)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0.0, 0.1, generator=generator)
-    return Actor(model, build_tokenizer(), settings)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
