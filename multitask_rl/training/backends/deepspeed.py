@@ -84,6 +84,7 @@ class DeepSpeedBackend(TorchBackend):
             "rollout.engine=vllm": config.rollout.engine == "vllm",  # both need torch's default process group
             # ranks ran other numbers of modules in a pass, which DeepSpeed refuses
             "stage=3 and model.gradient_checkpointing": stage == 3 and config.model.gradient_checkpointing,
+            "optimizer.moments": config.optimizer.moments != "float32",
             "model.dtype=float16": config.model.dtype == "float16",
         }
         for key in [*(key for key, is_wanted in wants.items() if is_wanted), *refused_in_parts(config)]:

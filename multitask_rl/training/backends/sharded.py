@@ -15,6 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -315,7 +316,7 @@ def check_shardable(runner: ModelRunner, tensor: int = 1, where: str = Shards.se
     ``where``: what asks for it.
     """
     model = runner.actor.model
-    if not hasattr(FSDPModule, "reset_iter_state"):
+    if Version(torch.__version__) < Version("2.13"):
         raise ConfigError(f"{where} needs torch 2.13 or newer, this is {torch.__version__}")
     if runner.critic.trunk is not None or runner.average is not None or runner.actor.config.compile:
         raise ConfigError(

@@ -10,7 +10,14 @@ import torch
 from learner_benches import Bench, RanksBench, assert_same_numbers, assert_same_weights, moments
 from learner_benches import relative_difference as gap
 from model_builders import adapted_actor, build_actor, build_model, sample_scored
-from multitask_rl.config.run import CheckpointConfig, ModelConfig, RolloutConfig, RunConfig, TrainingConfig
+from multitask_rl.config.run import (
+    CheckpointConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError, TrainingError
 from multitask_rl.models.actor import read_weights
 from multitask_rl.testing import assert_contract
@@ -149,6 +156,7 @@ def test_a_run_goes_from_one_process_to_deepspeed_and_back(tmp_path):
         ({"executor": "ray"}, "does not work with executor"),
         ({"rollout": RolloutConfig(engine="vllm")}, "does not work with rollout.engine=vllm"),
         ({"model": ModelConfig(dtype="float16")}, "does not work with model.dtype=float16"),
+        ({"optimizer": OptimizerConfig(moments="int8")}, "does not work with optimizer.moments"),
         ({"model": ModelConfig(reference_decay=0.9)}, "does not work with model.reference_decay"),
         (
             {"training": zero(3), "model": ModelConfig(gradient_checkpointing=True)},
