@@ -72,7 +72,8 @@ class DeepSpeedBackend(TorchBackend):
     @classmethod
     def check(cls, config: RunConfig) -> None:
         """See ``TrainingBackend``."""
-        stage, actor = cls.settings(config).stage, actor_devices(config)
+        cls.settings(config)
+        actor = actor_devices(config)
         if len(actor.names) < 2 or actor.is_sharded:
             raise ConfigError(
                 f"{_WHERE}: device_map.actor={str(actor)!r}: name several devices without sharded or tensor "
@@ -82,8 +83,6 @@ class DeepSpeedBackend(TorchBackend):
             "executor": config.executor != "local",
             "torchrun": torchrun_size() > 0,
             "rollout.engine=vllm": config.rollout.engine == "vllm",  # both need torch's default process group
-            # ranks ran other numbers of modules in a pass, which DeepSpeed refuses
-            "stage=3 and model.gradient_checkpointing": stage == 3 and config.model.gradient_checkpointing,
             "optimizer.moments": config.optimizer.moments != "float32",
             "model.dtype=float16": config.model.dtype == "float16",
         }
@@ -121,14 +120,17 @@ class ZeroPasses(ShardedPasses):
         self, model: Any, batch: MicroBatch, *args: Any, want_logits: bool = False, **options: Any
     ) -> TokenOutputs:
         """See ``Passes``. In stage 3 logits are not computed in slices: each would gather the head once."""
+        every, found = want_logits or self._stage == 3, dict[str, Any]()
 
-        def act() -> dict[str, Any]:
-            every = want_logits or self._stage == 3
-            out: TokenOutputs = forward_tokens(model, batch, *args, want_logits=every, **options)
-            return {**vars(out), "logits": out.logits if want_logits else None}
+        def act() -> Tensor:
+            found.update(vars(forward_tokens(model, batch, *args, want_logits=every, **options)))
+            logprobs: Tensor = found["logprobs"]
+            return logprobs
 
         engine = self._engines.get(id(model))
-        return TokenOutputs(**(act() if engine is None else engine(act)))
+        # DeepSpeed sees one output: ranks whose losses read other numbers of them would fall out of step
+        found["logprobs"] = act() if engine is None else engine(act)
+        return TokenOutputs(**{**found, "logits": found["logits"] if want_logits else None})
 
 
 class _Pass(nn.Module):
@@ -138,7 +140,7 @@ class _Pass(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def forward(self, act: Callable[[], Tensor]) -> Tensor:
         return act()
 
 
@@ -179,6 +181,8 @@ class ZeroShards(Shards):
         self.shapes = {p: p.shape for p in self.parameters}
         self._met: set[str] = set()
         self.trained = [p for p in self.parameters if p.requires_grad]
+        for parameter in self.trained:
+            parameter.grad_dtype = parameter.dtype  # ``Masters`` of this process has asked for float32
         rule = config.optimizer
         options: Any = {"eps": rule.adam_eps, "weight_decay": rule.weight_decay, "fused": True}
         adamw = torch.optim.AdamW(self.trained, rule.learning_rate, (rule.betas[0], rule.betas[1]), **options)
