@@ -36,7 +36,7 @@ from multitask_rl.training.backends.sharded import ShardedPasses, Shards
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch
-from multitask_rl.training.optimizer import MASTER, ActorCriticOptimizer
+from multitask_rl.training.optimizer import ActorCriticOptimizer
 from multitask_rl.training.runner import ModelRunner
 
 _OLDEST = "0.19.8"
@@ -79,12 +79,15 @@ class DeepSpeedBackend(TorchBackend):
                 f"{_WHERE}: device_map.actor={str(actor)!r}: name several devices without sharded or tensor "
                 "(cuda:0-3, cpu:0-1); training.backend_config.stage says what they divide"
             )
+        dtype = config.model.dtype
+        if dtype not in ("auto", "float32") or (dtype == "auto" and actor.kind == "cuda"):
+            raise ConfigError(f"{_WHERE}: model.dtype={dtype}: only float32 is supported; set it")
         wants = {
             "executor": config.executor != "local",
             "torchrun": torchrun_size() > 0,
             "rollout.engine=vllm": config.rollout.engine == "vllm",  # both need torch's default process group
             "optimizer.moments": config.optimizer.moments != "float32",
-            "model.dtype=float16": config.model.dtype == "float16",
+            "model.autocast": config.model.autocast,
         }
         for key in [*(key for key, is_wanted in wants.items() if is_wanted), *refused_in_parts(config)]:
             raise ConfigError(
@@ -166,12 +169,8 @@ class ZeroShards(Shards):
         return shards, own, ZeroState(ranks, shards, critic)
 
     def __init__(self, actor: Actor, config: RunConfig, ranks: Ranks) -> None:
-        dtypes = {p.dtype for p in actor.model.parameters()}
-        if len(dtypes) > 1 or torch.float16 in dtypes:
-            raise ConfigError(
-                f"{_WHERE}: the actor has weights of {', '.join(sorted(map(str, dtypes)))}; DeepSpeed holds "
-                "those of one type: set model.dtype=float32 or bfloat16"
-            )
+        if {p.dtype for p in actor.model.parameters()} != {torch.float32}:
+            raise ConfigError(f"{_WHERE} holds float32 weights alone: set model.dtype=float32")
         self._ranks, self._config = ranks, config
         self.stage: int = DeepSpeedBackend.settings(config).stage
         self._deepspeed = _join(ranks)
@@ -181,8 +180,6 @@ class ZeroShards(Shards):
         self.shapes = {p: p.shape for p in self.parameters}
         self._met: set[str] = set()
         self.trained = [p for p in self.parameters if p.requires_grad]
-        for parameter in self.trained:
-            parameter.grad_dtype = parameter.dtype  # ``Masters`` of this process has asked for float32
         rule = config.optimizer
         options: Any = {"eps": rule.adam_eps, "weight_decay": rule.weight_decay, "fused": True}
         adamw = torch.optim.AdamW(self.trained, rule.learning_rate, (rule.betas[0], rule.betas[1]), **options)
@@ -197,7 +194,6 @@ class ZeroShards(Shards):
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """Return DeepSpeed's engine of ``model``, which trains it with ``optimizer``, if any."""
-        is_low = next(model.parameters()).dtype == torch.bfloat16
         settings = {
             "train_micro_batch_size_per_gpu": 1,
             "managed_gradient_accumulation": False,  # a step follows any number of backward passes
@@ -208,9 +204,6 @@ class ZeroShards(Shards):
                 "stage3_param_persistence_threshold": 0,
             },
             "gradient_clipping": self._config.optimizer.max_grad_norm,
-            "communication_data_type": "fp32",
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "bf16": {"enabled": is_low, "check_grad_overflow": is_low},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": None,
         }
@@ -381,8 +374,6 @@ class ZeroOptimizer(ActorCriticOptimizer):
             for key in _MOMENTS:
                 value = utils.safe_get_full_optimizer_state(parameter, key)
                 found[f"{name}|{key}"] = value.detach().reshape(shape).clone()
-            if parameter.dtype != torch.float32:
-                found[f"{name}|{MASTER}"] = utils.safe_get_full_fp32_param(parameter).reshape(shape).clone()
         return found
 
     @torch.no_grad()
@@ -415,9 +406,6 @@ class ZeroOptimizer(ActorCriticOptimizer):
                 value = values.get(key, torch.zeros(()))
                 whole = value.to(parameter.device, torch.float32).expand(shape).contiguous()
                 utils.safe_set_full_optimizer_state(parameter, whole, key)
-            if MASTER in values and parameter.dtype != torch.float32:
-                master = values[MASTER].to(parameter.device, torch.float32)
-                utils.safe_set_full_fp32_param(parameter, master)
 
 
 def _join(ranks: Ranks) -> Any:
