@@ -92,6 +92,9 @@ class SafetyGuard(Guard):
             warmup=self.config.warmup,
         )
         self._good: dict[str, list[float]] = {}
+        """Values per prompt of the evaluation that was last judged good, by watched metric."""
+        self._since_good = 0
+        """Evaluations after it."""
         self._fresh: dict[str, list[list[float]]] = {}
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
@@ -154,6 +157,7 @@ class SafetyGuard(Guard):
                 adjustments=self._adjustments,
             )
         events += [*decision.events, *signs]
+        self._since_good = 0 if decision.judged_good else self._since_good + 1
         if decision.judged_good:
             known = [metric for metric in self._watched if metric.task in evaluations]
             found = {metric.key: metric.find(evaluations[metric.task]) for metric in known}
@@ -180,6 +184,7 @@ class SafetyGuard(Guard):
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors as they were at ``target``; the count of rollbacks stays."""
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
+        self._since_good = self._settings.warmup  # the weights that were last judged good are undone
         self._restore(self._snapshots[-1][1] if self._snapshots else {})
         for metric in self._watched:
             metric.detector.cusum = 0.0
@@ -220,7 +225,7 @@ class SafetyGuard(Guard):
         """Return the state, JSON-able."""
         state = {
             "watched": {metric.key: metric.state_dict() for metric in self._watched},
-            "confirmation": {"good": self._good, "fresh": self._fresh},
+            "confirmation": {"good": self._good, "since_good": self._since_good, "fresh": self._fresh},
             "history": self._history.state_dict(),
             "snapshots": [list(snapshot) for snapshot in self._snapshots],
             "response": {
@@ -248,6 +253,7 @@ class SafetyGuard(Guard):
         state = _copy(state)
         self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
+        self._since_good = state["confirmation"]["since_good"]
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
@@ -286,6 +292,16 @@ class SafetyGuard(Guard):
                 return self._build(GuardAction.warn, metric, step, "is falling; not yet a regression")
             if metric.detector.cusum == 0.0:
                 self._warned.discard(metric.key)
+        # the demonstrated value is a cautious bound: weights above it may be far below the last good ones.
+        # A lower level that lasts, and is no regression, is the new one
+        if self._since_good < settings.warmup:
+            for metric in able:
+                former, evaluation = self._good.get(metric.key), evaluations[metric.task]
+                if former and metric.is_below(evaluation, former, self.config.confirm_z, settings):
+                    if step < self._cooldown_until:
+                        return GuardDecision(judged_good=False)
+                    text = "is lower than when last judged good, on the same prompts; not yet a regression"
+                    return self._build(GuardAction.warn, metric, step, text)
         # a metric that never had a value (its rewards fail, its name is misspelt) does not count
         complete = len(seen) == sum(metric.detector.count > 0 for metric in self._watched)
         good = complete and bool(seen) and all(metric.detector.is_good(settings) for metric in seen)

@@ -11,6 +11,7 @@ from typing import Any
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
+from multitask_rl.statistics.intervals import compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
 """Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
@@ -210,6 +211,19 @@ class WatchedMetric:
         if demonstrated is None or self.detector.count <= settings.warmup:
             return False
         return settings.absolute or not self.is_unit or demonstrated >= min_demonstrated
+
+    def is_below(
+        self, evaluation: TaskEvaluation, good: Sequence[float], z: float, settings: DetectorSettings
+    ) -> bool:
+        """Whether the metric is below its values ``good`` by the relevant drop, in pairs beyond ``z``."""
+        found = self.find(evaluation)
+        if found is None:
+            return False
+        test = compare_paired(found.values, good, direction=found.direction)
+        complement = float(bool(self.is_unit) and found.direction is Direction.lower)
+        level = summarise(good).mean * found.direction.sign + complement
+        scale = 1.0 if settings.absolute else max(abs(level), self.detector.scale)
+        return test.z > z and test.drop > settings.drop * scale
 
     def statistics(self, settings: DetectorSettings) -> dict[str, float]:
         """Return the numbers behind a decision, in oriented units."""

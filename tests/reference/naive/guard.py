@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+from scipy.stats import binom, norm
+from scipy.stats import t as student
 
 from .records import Number
 
 DROP, WARMUP, LIMIT = 0.15, 4, 5.0
+ONE_IN_A_THOUSAND = 3.09
 
 
 @dataclass
@@ -47,7 +50,7 @@ class Detector:
     def observe(self, number: Number, ends: tuple[float, float] | None) -> None:
         """Add an evaluation; rates that should fall are watched as ``1 - x``, other metrics as ``-x``."""
         if not self.count:
-            seen = list(number.by_prompt)
+            seen = [v for v in number.by_prompt if math.isfinite(v)]
             self.is_unit = ends == (0.0, 1.0) or all(0.0 <= v <= 1.0 for v in seen)
         if number.direction == "higher":
             value = number.mean
@@ -94,6 +97,8 @@ class Guard:
 
     def __post_init__(self) -> None:
         self.detectors = {key: Detector(len(self.watched)) for key in self.watched}
+        self.good: dict[str, Number] = {}
+        self.since_good = 0
 
     def observe(
         self, numbers: Mapping[str, Number], ends: Mapping[str, tuple[float, float] | None]
@@ -102,8 +107,58 @@ class Guard:
         seen = [key for key in self.watched if key in numbers and math.isfinite(numbers[key].error)]
         for key in seen:
             self.detectors[key].observe(numbers[key], ends.get(key))
-        if any(self.detectors[key].alarms for key in seen):
-            return True, False
+        alarm = any(self.detectors[key].alarms for key in seen)
         had_values = [key for key, d in self.detectors.items() if d.count]
-        good = bool(seen) and len(had_values) == len(seen)
-        return False, good and all(self.detectors[key].is_good for key in seen)
+        good = not alarm and bool(seen) and len(had_values) == len(seen)
+        good = good and all(self.detectors[key].is_good for key in seen)
+        if self.since_good < WARMUP:
+            good = good and not any(self.is_below_good(key, numbers[key]) for key in seen)
+        self.since_good = 0 if good else self.since_good + 1
+        if good:
+            self.good = {key: numbers[key] for key in self.watched if key in numbers}
+        return alarm, good
+
+    def is_below_good(self, key: str, number: Number) -> bool:
+        """Compare with the evaluation last judged good, prompt by prompt, once falls can be detected."""
+        detector, good = self.detectors[key], self.good.get(key)
+        if good is None or detector.count <= WARMUP or detector.demonstrated is None:
+            return False
+        if detector.is_unit and detector.demonstrated < 0.05:
+            return False
+        sign = 1.0 if number.direction == "higher" else -1.0
+        now, then = torch.tensor(number.by_prompt), torch.tensor(good.by_prompt)
+        now, then = now.double() * sign, then.double() * sign
+        both = now.isfinite() & then.isfinite() if len(now) == len(then) else torch.zeros(0)
+        smaller = min(int(now.isfinite().sum()), int(then.isfinite().sum()))
+        if smaller < 2:
+            return False
+        if len(both) and 2 * int(both.sum()) >= smaller:
+            drops = (then - now)[both]
+            drop, count = float(drops.mean()), len(drops)
+            if all(v in (0.0, 1.0) for v in (*now[both].abs().tolist(), *then[both].abs().tolist())):
+                worse, better = int((drops == 1).sum()), int((drops == -1).sum())
+                changes = binom(worse + better, 0.5)
+                z = _one_sided_z(float(changes.sf(worse) + 0.5 * changes.pmf(worse)))
+            else:
+                spread = float(drops.std())
+                z = _student(drop, spread / math.sqrt(count), count - 1)
+        else:
+            a, b = now[now.isfinite()], then[then.isfinite()]
+            drop = float(b.mean() - a.mean())
+            z = _student(drop, math.hypot(_error(a), _error(b)), smaller - 1)
+        level = good.mean if sign > 0 else (1.0 - good.mean if detector.is_unit else -good.mean)
+        return z > ONE_IN_A_THOUSAND and drop > DROP * max(abs(level), detector.scale)
+
+
+def _error(values: torch.Tensor) -> float:
+    return float(values.std()) / math.sqrt(len(values))
+
+
+def _student(drop: float, error: float, degrees: int) -> float:
+    if error == 0.0:
+        return math.copysign(math.inf, drop) if drop else 0.0
+    return _one_sided_z(float(student.sf(drop / error, degrees)))
+
+
+def _one_sided_z(chance: float) -> float:
+    return float(norm.isf(chance))

@@ -116,5 +116,6 @@ def number(
         rate = (events + 2) / (n + 4)
         least = (high - low) * math.sqrt(rate * (1.0 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)
-    means = {p: math.fsum(v for v, q in known if q == p) / sum(q == p for _, q in known) for _, p in known}
+    means = dict.fromkeys(prompts, math.nan)
+    means |= {p: math.fsum(v for v, q in known if q == p) / sum(q == p for _, q in known) for _, p in known}
     return Number(mean=mean, n=n, error=error, direction=direction, by_prompt=tuple(means.values()))

@@ -125,6 +125,48 @@ def test_nothing_is_judged_good_that_has_fallen() -> None:
     assert [d.judged_good for d in decisions] == [True] * 10 + [False] * 3
 
 
+def test_weights_that_have_lost_half_of_a_young_ability_are_not_judged_good() -> None:
+    """Held-out rewards of a chat model whose training rewards were flipped after the third evaluation.
+
+    After so few evaluations the demonstrated value is a third below the level, so that the cautious screen
+    sees no fall at the fourth; the confirmation at the fifth must not compare with the weights of the fourth.
+    """
+    rows = [
+        [0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 0, 3, 0, 2, 0, 0, 2, 0, 0, 0, 4, 0],
+        [2, 2, 2, 2, 2, 2, 2, 2, 3, 2, 2, 4, 2, 2, 2, 2, 2, 0, 0, 2, 3, 2, 4, 2],
+        [2, 2, 2, 2, 2, 0, 2, 2, 3, 3, 2, 4, 2, 2, 2, 2, 2, 0, 2, 2, 3, 2, 4, 2],
+        [0, 0, 2, 0, 0, 0, 2, 2, 0, 0, 2, 2, 2, 0, 0, 0, 0, 2, 0, 0, 0, 2, 4, 0],
+        [0] * 24,
+    ]
+    guard = _guard("abcdef", threshold_delta=-0.3, warmup=3)
+    good_row: list[int] = []
+
+    def evaluation(task: str, row: list[int], step: int) -> TaskEvaluation:
+        return make_evaluation([quarters / 4 for quarters in row], task=task, step=step)
+
+    def confirm(task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+        # other prompts: those of the evaluation in another order
+        return evaluation(task, rows[-1], 16), evaluation(task, good_row[::-1], 0)
+
+    decisions = []
+    for number, row in enumerate(rows):
+        seen = {task: evaluation(task, row if task == "a" else rows[1], 4 * number) for task in "abcdef"}
+        decisions.append(guard.observe(4 * number, seen, confirm))
+        good_row = row if decisions[-1].judged_good else good_row
+    assert [d.judged_good for d in decisions] == [True, True, True, False, False]
+    assert decisions[3].action is GuardAction.warn
+    assert "last judged good, on the same prompts" in decisions[3].reason
+    assert decisions[4].action is GuardAction.rollback
+
+
+def test_a_lower_level_that_lasts_and_is_no_regression_becomes_the_new_one() -> None:
+    """The moving average has shown 0.5 only; the weights last judged good had 0.7."""
+    guard = _guard(threshold_delta=-0.2)
+    decisions = _run(guard, [0.5] * 12 + [0.7] + [0.5] * 6)
+    assert [d.judged_good for d in decisions] == [True] * 13 + [False] * 4 + [True] * 2
+    assert {d.action for d in decisions} == {GuardAction.keep, GuardAction.warn}
+
+
 def test_rollback_target_is_the_newest_judged_good_in_reach_and_never_an_unjudged_one() -> None:
     guard = _guard(rollback_steps=50)
     _run(guard, [0.6] * 10 + [0.3])  # alarm at step 100, last good evaluation at 90
