@@ -253,7 +253,7 @@ class SafetyGuard(Guard):
         state = _copy(state)
         self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
-        self._since_good = state["confirmation"]["since_good"]
+        self._since_good = state["confirmation"].get("since_good", 0)  # absent in older checkpoints
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
