@@ -578,17 +578,18 @@ def _effects_table(effects: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> st
 
 def _cost_tables(result: Mapping[str, Any]) -> str:
     """Return what each arm has spent, and the samples until it reached the level of each task."""
-    tasks = list(result["levels"])
-    heads = [f"{task} {number(result['levels'][task])}" for task in tasks]
-    table = [["spent by each run", *COSTS, *(f"samples to {head}" for head in heads)]]
-    for arm, spent, reached in zip(result["arms"], result["costs"], result["reached"], strict=True):
+    arms = list(zip(result["arms"], result["costs"], result["reached"], strict=True))
+    table = [["spent by each run", *COSTS]]
+    table += [[arm["name"], *(_amount(spent[key]) for key in COSTS)] for arm, spent, _ in arms]
+    until = [["samples until", "level", *(arm["name"] for arm, *_ in arms)]]
+    for task, level in result["levels"].items():
         cells = []
-        for task in tasks:
+        for _, _, reached in arms:
             own = reached[task]
             part = "" if own["reached"] == own["runs"] else f" ({own['reached']} of {own['runs']} runs)"
             cells.append(_amount(own["samples"]) + part if own["reached"] else "not reached")
-        table.append([arm["name"], *(_amount(spent[key]) for key in COSTS), *cells])
-    return ruled(table)
+        until.append([task, number(level), *cells])
+    return f"{ruled(table)}\n\n{ruled(until)}"
 
 
 def _amount(value: float) -> str:

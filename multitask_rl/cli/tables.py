@@ -68,6 +68,21 @@ def number(value: float | None) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.4g}"
 
 
+def measured(row: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Return the numbers ``before``, ``after``, ``delta`` of a row of ``difference_rows``, and its interval.
+
+    All have as many decimals as give half of the interval two digits; four digits where there is none.
+    """
+    low, high, numbers = row["low"], row["high"], [row[key] for key in ("before", "after", "delta")]
+    half = math.nan if low is None or high is None else (high - low) / 2
+    if not (0 < half < math.inf) or any(value is None or math.isnan(value) for value in numbers):
+        return [number(value) for value in numbers], f"[{number(low)}, {number(high)}]"
+    decimals = min(6, max(0, 1 - math.floor(math.log10(half))))
+    before, after, delta = numbers
+    shown = [f"{before:.{decimals}f}", f"{after:.{decimals}f}", f"{delta:+.{decimals}f}"]
+    return shown, f"[{low:+.{decimals}f}, {high:+.{decimals}f}]"
+
+
 def ruled(rows: Sequence[Sequence[str]]) -> str:
     """Return an aligned table whose first row is the head."""
     head, *lines = aligned(rows)
@@ -83,8 +98,7 @@ def task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str], nu
     more = ["seeds"] if has_seeds else []
     table = [["task", "metric", *heads, "difference", "95% interval", *more, "n", "paired", "verdict"]]
     for task, row in rows.items():
-        interval = f"[{number(row['low'])}, {number(row['high'])}]"
-        numbers = [number(row[key]) for key in ("before", "after", "delta")]
+        numbers, interval = measured(row)
         paired = "yes" if row["paired"] else "no"
         if has_seeds:
             more = [" + ".join(map(str, row["seeds"]))]
