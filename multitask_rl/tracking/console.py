@@ -54,7 +54,7 @@ _TABLE_EVERY = 10
 """Steps from one table of the tasks to the next, where there is no terminal."""
 _PROGRESS_EVERY_S = 30.0
 """Between two lines on work that takes long, where there is no terminal."""
-_REFRESH_S = 0.5
+_REFRESH_S = 1.0
 """Between two drawings of the view."""
 _CELL = (
     "<pre style=\"font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.2; "
@@ -246,7 +246,7 @@ class ConsoleTracker(Tracker):
         return f"{_duration(pace * max(0, self._num_steps - self._step))} left"
 
     def _view(self) -> Group:
-        """Return the live view; it is drawn twice a second."""
+        """Return the live view; it is drawn once a second."""
         gone = _duration(time.monotonic() - self._began)
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(
