@@ -89,9 +89,11 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
     for own in intervals:
         shares = [number(own["shares"].get(task)) for task in trained]
         changes = [own["changes"].get(task) for task in tasks]
-        cells = [
-            "-" if c is None else f"{c['delta']:+.3f} ±{(c['high'] - c['low']) / 2:.3f}" for c in changes
-        ]
+        cells = []
+        for change in changes:
+            half = math.nan if change is None else (change["high"] - change["low"]) / 2
+            ends = f" ±{half:.3f}" if math.isfinite(half) else ""
+            cells.append("-" if change is None else f"{change['delta']:+.3f}{ends}")
         table.append(["{} to {}".format(*own["steps"]), *shares, *cells])
     text = ruled(table)
     parts = [

@@ -77,8 +77,10 @@ def measured(row: Mapping[str, Any]) -> tuple[list[str], str]:
     half = math.nan if low is None or high is None else (high - low) / 2
     if not (0 < half < math.inf) or any(value is None or math.isnan(value) for value in numbers):
         return [number(value) for value in numbers], f"[{number(low)}, {number(high)}]"
-    decimals = min(6, max(0, 1 - math.floor(math.log10(half))))
-    before, after, delta = numbers
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    if decimals > 6:  # shorter as powers of ten
+        return [number(value) for value in numbers], f"[{number(low)}, {number(high)}]"
+    before, after, delta, low, high = (round(value, decimals) + 0.0 for value in (*numbers, low, high))
     shown = [f"{before:.{decimals}f}", f"{after:.{decimals}f}", f"{delta:+.{decimals}f}"]
     return shown, f"[{low:+.{decimals}f}, {high:+.{decimals}f}]"
 

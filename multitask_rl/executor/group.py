@@ -110,9 +110,17 @@ class _Session:
     def __init__(self) -> None:
         parent = os.environ.get("RAY_TMPDIR", "")
         if not parent:
-            parent = os.environ.get("TMPDIR", "/tmp")
+            parent = os.environ.get("TMPDIR") or "/tmp"
             parent = parent if len(parent) <= _MOST_CHARACTERS else "/tmp"
-        self.path = Path(tempfile.mkdtemp(prefix="ray_", dir=parent))
+        parent = os.path.abspath(parent)
+        try:
+            os.makedirs(parent, exist_ok=True)
+            self.path = Path(tempfile.mkdtemp(prefix="ray_", dir=parent))
+        except OSError as error:
+            raise ConfigError(
+                f"Ray keeps sockets and logs in a directory below {parent}, and none can be made there "
+                f"({error.strerror}); set RAY_TMPDIR to a directory on this machine that can be written"
+            ) from error
         # once more after Ray's own functions at exit, which end the processes of an interrupted start
         atexit.register(shutil.rmtree, self.path, ignore_errors=True)
         new = self.path / f"{_LOCK}.new"

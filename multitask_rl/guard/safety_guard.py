@@ -93,8 +93,8 @@ class SafetyGuard(Guard):
         )
         self._good: dict[str, list[float]] = {}
         """Values per prompt of the evaluation that was last judged good, by watched metric."""
-        self._since_good = 0
-        """Evaluations after it."""
+        self._good_at, self._since_good = 0, 0
+        """Its step, and the evaluations after it."""
         self._fresh: dict[str, list[list[float]]] = {}
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
@@ -157,7 +157,11 @@ class SafetyGuard(Guard):
                 adjustments=self._adjustments,
             )
         events += [*decision.events, *signs]
-        self._since_good = 0 if decision.judged_good else self._since_good + 1
+        known = [metric for metric in self._watched if metric.detector.count]
+        if decision.judged_good:
+            self._since_good, self._good_at = 0, step
+        elif all(f"{metric.key}#missing" not in self._warned for metric in known):
+            self._since_good += 1
         if decision.judged_good:
             known = [metric for metric in self._watched if metric.task in evaluations]
             found = {metric.key: metric.find(evaluations[metric.task]) for metric in known}
@@ -184,7 +188,8 @@ class SafetyGuard(Guard):
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors as they were at ``target``; the count of rollbacks stays."""
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
-        self._since_good = self._settings.warmup  # the weights that were last judged good are undone
+        # evaluations of weights that are undone are nothing to compare with
+        self._since_good = 0 if target.step >= self._good_at else self._settings.warmup
         self._restore(self._snapshots[-1][1] if self._snapshots else {})
         for metric in self._watched:
             metric.detector.cusum = 0.0
@@ -225,7 +230,12 @@ class SafetyGuard(Guard):
         """Return the state, JSON-able."""
         state = {
             "watched": {metric.key: metric.state_dict() for metric in self._watched},
-            "confirmation": {"good": self._good, "since_good": self._since_good, "fresh": self._fresh},
+            "confirmation": {
+                "good": self._good,
+                "good_at": self._good_at,
+                "since_good": self._since_good,
+                "fresh": self._fresh,
+            },
             "history": self._history.state_dict(),
             "snapshots": [list(snapshot) for snapshot in self._snapshots],
             "response": {
@@ -253,7 +263,9 @@ class SafetyGuard(Guard):
         state = _copy(state)
         self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
-        self._since_good = state["confirmation"].get("since_good", 0)  # absent in older checkpoints
+        # absent in older checkpoints
+        self._good_at = state["confirmation"].get("good_at", 0)
+        self._since_good = state["confirmation"].get("since_good", 0)
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
@@ -296,12 +308,19 @@ class SafetyGuard(Guard):
         # A lower level that lasts, and is no regression, is the new one
         if self._since_good < settings.warmup:
             for metric in able:
-                former, evaluation = self._good.get(metric.key), evaluations[metric.task]
-                if former and metric.is_below(evaluation, former, self.config.confirm_z, settings):
-                    if step < self._cooldown_until:
-                        return GuardDecision(judged_good=False)
-                    text = "is lower than when last judged good, on the same prompts; not yet a regression"
-                    return self._build(GuardAction.warn, metric, step, text)
+                former = self._good.get(metric.key)
+                z, evaluation = self.config.confirm_z, evaluations[metric.task]
+                test = metric.fall_since(evaluation, former, z, settings) if former else None
+                if test is None:
+                    continue
+                if step < self._cooldown_until:
+                    return GuardDecision(judged_good=False)
+                text = (
+                    f"is {test.drop:.3f} lower than when last judged good, on the same prompts (z "
+                    f"{test.z:.1f}); not yet a regression"
+                )
+                numbers = metric.statistics(settings) | {"z": test.z, "paired_drop": test.drop}
+                return self._build(GuardAction.warn, metric, step, text, numbers)
         # a metric that never had a value (its rewards fail, its name is misspelt) does not count
         complete = len(seen) == sum(metric.detector.count > 0 for metric in self._watched)
         good = complete and bool(seen) and all(metric.detector.is_good(settings) for metric in seen)

@@ -11,7 +11,7 @@ from typing import Any
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
-from multitask_rl.statistics.intervals import compare_paired, summarise
+from multitask_rl.statistics.intervals import PairedTest, compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
 """Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
@@ -212,18 +212,23 @@ class WatchedMetric:
             return False
         return settings.absolute or not self.is_unit or demonstrated >= min_demonstrated
 
-    def is_below(
+    def fall_since(
         self, evaluation: TaskEvaluation, good: Sequence[float], z: float, settings: DetectorSettings
-    ) -> bool:
-        """Whether the metric is below its values ``good`` by the relevant drop, in pairs beyond ``z``."""
+    ) -> PairedTest | None:
+        """Return the test of the metric against its values ``good``, if it is lower by the relevant drop.
+
+        ``z``: normal quantile that the test must exceed, corrected for the number of watched metrics.
+        """
         found = self.find(evaluation)
         if found is None:
-            return False
+            return None
         test = compare_paired(found.values, good, direction=found.direction)
         complement = float(bool(self.is_unit) and found.direction is Direction.lower)
         level = summarise(good).mean * found.direction.sign + complement
         scale = 1.0 if settings.absolute else max(abs(level), self.detector.scale)
-        return test.z > z and test.drop > settings.drop * scale
+        normal = NormalDist()
+        limit = normal.inv_cdf(1.0 - normal.cdf(-z) / settings.num_metrics)
+        return test if test.z > limit and test.drop > settings.drop * scale else None
 
     def statistics(self, settings: DetectorSettings) -> dict[str, float]:
         """Return the numbers behind a decision, in oriented units."""

@@ -2,9 +2,10 @@
 
 Each block of 256 numbers has one float32 scale, its largest magnitude. A code counts equal steps of the
 square root of the first moment, and of the fourth root of the second: numbers down to a hundredth (first) or
-a ten-thousandth (second) of the scale are kept within 8 %. The second moment is rounded at random so that it
-is right on average; rounded to the nearest code, its decay of one percent a step would be lost. Its smallest
-code is above 0, so that no update divides by 0.
+a ten-thousandth (second) of the scale are kept within 8 %. Both are rounded at random so that they are right
+on average; rounded to the nearest code, small ones would not decay, and weights without a gradient would
+drift. The smallest code of the second moment is above 0, so that no update divides by 0: where gradients are
+far below a thousandth of their block's, updates are not those of float32.
 
 Sources: AdamW (arXiv:1711.05101, Algorithm 2) on the decoded moments; blocks as in Dettmers et al., "8-bit
 Optimizers via Block-wise Quantization" (arXiv:2110.02861), section 2.1.
@@ -54,7 +55,7 @@ class EightBitAdamW(torch.optim.Optimizer):
     def _move(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            zeros = torch.zeros_like(parameter)
+            zeros = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state |= pack({"step": torch.tensor(0.0), FIRST: zeros, SECOND: zeros})
         state["step"] += 1
         step = int(state["step"])
@@ -72,7 +73,7 @@ class EightBitAdamW(torch.optim.Optimizer):
             weight = weights[part].mul_(1 - group["lr"] * group["weight_decay"])
             root = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
             weight.addcdiv_(first, root, value=-rate)
-            _write(state, FIRST, part, first, None)
+            _write(state, FIRST, part, first, generator)
             _write(state, SECOND, part, second, generator)
         if weights.data_ptr() != parameter.data_ptr():  # not contiguous: ``reshape`` has made a copy
             parameter.copy_(weights.view_as(parameter))
@@ -86,7 +87,7 @@ def pack(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for key, value in state.items():
         if key not in _LEVELS or value.numel() < SMALLEST:
-            found[key] = value.clone()
+            found[key] = value.clone(memory_format=torch.contiguous_format)
             continue
         blocks = -(-value.numel() // BLOCK)
         kind = torch.int8 if key == FIRST else torch.uint8
@@ -141,17 +142,20 @@ def _write(state: Mapping[str, Tensor], key: str, part: slice, values: Tensor, r
     rows = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
     scales = rows.abs().amax(-1, keepdim=True)
     shares = rows / scales.clamp(min=torch.finfo(torch.float32).tiny)
-    levels = _LEVELS[key]
-    if key == FIRST:
-        codes = shares.abs().sqrt_().mul_(levels).round_().copysign_(shares)
-    elif random is None:
-        codes = shares.sqrt_().sqrt_().mul_(levels).sub_(1).round_().clamp_(min=0)
+    levels, power, least = (_LEVELS[FIRST], 2, 0) if key == FIRST else (_LEVELS[SECOND], 4, 1)
+    sizes = shares.abs()
+    codes = sizes.pow(1 / power).mul_(levels)
+    if random is None:
+        codes.round_()
     else:
-        codes = shares.sqrt().sqrt_().mul_(levels).sub_(1).floor_().clamp_(min=0)
-        low = ((codes + 1) / levels).square_().square_()
-        high = ((codes + 2) / levels).square_().square_()
-        above = shares.sub_(low).div_(high.sub_(low))
+        # between the two codes beside it, so that the mean is right
+        codes.floor_()
+        low, high = (codes / levels).pow_(power), ((codes + 1) / levels).pow_(power)
+        above = sizes.sub_(low).div_(high.sub_(low))
         codes += torch.rand(above.shape, generator=random, device=above.device) < above
+    codes = codes.clamp_(least, levels).sub_(least)
+    if key == FIRST:
+        codes.copysign_(shares)
     state[f"{key}_codes"][blocks.start * BLOCK : blocks.stop * BLOCK] = codes.view(-1).to(
         state[f"{key}_codes"].dtype
     )

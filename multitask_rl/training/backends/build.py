@@ -169,7 +169,8 @@ def serve_torchrun_rank() -> None:
         return
     number = 0
     while (where := json.loads(_store().get(f"multitask_rl/{rank}/{number}"))) is not None:
-        if not serve(**where):
+        # the process serves the next run too, and torchrun ends it if the trainer is killed
+        if not serve(**where, outlives=True):
             raise SystemExit(1)
         number += 1
     raise SystemExit(0)

@@ -73,11 +73,11 @@ def main() -> None:
     os._exit(0)  # threads of the process groups must not keep the process
 
 
-def serve(*, host: str, port: int, token: str, rank: int) -> bool:
+def serve(*, host: str, port: int, token: str, rank: int, outlives: bool = False) -> bool:
     """Connect to rank 0 and carry out its calls until it hangs up; return whether all of them succeeded.
 
     After a failure the process must end: other ranks may wait for it in collectives. ``token`` proves that
-    rank 0 started this process.
+    rank 0 started this process, which ends soon after rank 0 hung up unless it ``outlives`` the run.
     """
     sock = socket.create_connection((host, port))
     address = str(sock.getsockname()[0])
@@ -85,7 +85,8 @@ def serve(*, host: str, port: int, token: str, rank: int) -> bool:
     sock.sendall(f"{token} {rank:08d}".encode())
     channel = Channel(sock)
     has_ended = threading.Event()
-    threading.Thread(target=_end_with, args=(sock, has_ended), name="trainer-watch", daemon=True).start()
+    if not outlives:
+        threading.Thread(target=_end_with, args=(sock, has_ended), name="trainer-watch", daemon=True).start()
     replica: Replica | None = None
     with contextlib.suppress(EOFError, OSError):
         try:

@@ -113,7 +113,10 @@ class Guard:
         good = good and all(self.detectors[key].is_good for key in seen)
         if self.since_good < WARMUP:
             good = good and not any(self.is_below_good(key, numbers[key]) for key in seen)
-        self.since_good = 0 if good else self.since_good + 1
+        if good:
+            self.since_good = 0
+        elif len(seen) == len(had_values):
+            self.since_good += 1
         if good:
             self.good = {key: numbers[key] for key in self.watched if key in numbers}
         return alarm, good
@@ -147,7 +150,8 @@ class Guard:
             drop = float(b.mean() - a.mean())
             z = _student(drop, math.hypot(_error(a), _error(b)), smaller - 1)
         level = good.mean if sign > 0 else (1.0 - good.mean if detector.is_unit else -good.mean)
-        return z > ONE_IN_A_THOUSAND and drop > DROP * max(abs(level), detector.scale)
+        least = float(norm.isf(norm.sf(ONE_IN_A_THOUSAND) / len(self.watched)))
+        return z > least and drop > DROP * max(abs(level), detector.scale)
 
 
 def _error(values: torch.Tensor) -> float:

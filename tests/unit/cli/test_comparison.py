@@ -13,6 +13,7 @@ import yaml
 
 from multitask_rl.cli.comparison import main_compare
 from multitask_rl.cli.report import main_report
+from multitask_rl.cli.tables import measured
 from multitask_rl.errors import ConfigError
 from multitask_rl.statistics.intervals import compare_means, holm, student_tails
 
@@ -587,3 +588,20 @@ def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
     (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": {}}}))
     assert main_compare([str(runs[0]), str(both), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}
+
+
+@pytest.mark.parametrize(
+    ("row", "shown"),
+    [
+        ((0.4853, 0.4796, -0.0057, -0.0321, 0.0207), ["0.485", "0.480", "-0.006", "[-0.032, +0.021]"]),
+        ((123.4, 130.9, 7.5, -4.0, 19.0), ["123", "131", "+8", "[-4, +19]"]),
+        ((0.5, 0.499, -0.001, -0.3, 0.3), ["0.50", "0.50", "+0.00", "[-0.30, +0.30]"]),
+        ((3e-7, 5e-7, 2e-7, 1e-7, 3e-7), ["3e-07", "5e-07", "2e-07", "[1e-07, 3e-07]"]),
+        ((0.5, 0.5, 0.0, math.nan, math.nan), ["0.5", "0.5", "0", "[-, -]"]),
+        ((0.5, None, None, None, None), ["0.5", "-", "-", "[-, -]"]),
+    ],
+)
+def test_a_row_has_the_decimals_that_its_interval_carries(row, shown) -> None:
+    keys = ("before", "after", "delta", "low", "high")
+    numbers, interval = measured(dict(zip(keys, row, strict=True)))
+    assert [*numbers, interval] == shown

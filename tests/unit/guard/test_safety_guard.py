@@ -155,8 +155,34 @@ def test_weights_that_have_lost_half_of_a_young_ability_are_not_judged_good() ->
         good_row = row if decisions[-1].judged_good else good_row
     assert [d.judged_good for d in decisions] == [True, True, True, False, False]
     assert decisions[3].action is GuardAction.warn
-    assert "last judged good, on the same prompts" in decisions[3].reason
+    assert "0.323 lower than when last judged good, on the same prompts (z 4.0)" in decisions[3].reason
     assert decisions[4].action is GuardAction.rollback
+
+
+def test_after_a_rollback_to_the_last_good_weights_they_are_still_compared_with() -> None:
+    guard = _guard(threshold_delta=-0.2, cooldown_steps=10)
+    decisions = _run(guard, [0.3] * 6 + [0.5, 0.64, 0.64, 0.1])
+    assert decisions[-1].action is GuardAction.rollback
+    assert decisions[-2].judged_good
+    guard.rolled_back(CheckpointInfo(step=80, judged_good=True), step=80)
+    again = guard.observe(90, _constant({"a": 0.42, "b": 0.7}, 90))
+    assert not again.judged_good
+
+
+def test_many_clean_metrics_together_are_as_good_as_one() -> None:
+    """200 tasks of 64 prompts at a constant level: chance alone lowers one of them by the threshold."""
+    stream = np.random.default_rng(5)
+    tasks = [f"t{i}" for i in range(200)]
+    guard = _guard(())
+    guard.bind(tasks)
+    verdicts = []
+    for step in range(0, 400, 10):
+        rows = stream.random((200, 64)) < 0.5
+        seen = {
+            t: make_evaluation(row.tolist(), task=t, step=step) for t, row in zip(tasks, rows, strict=True)
+        }
+        verdicts.append(guard.observe(step, seen).judged_good)
+    assert sum(verdicts) >= 38
 
 
 def test_a_lower_level_that_lasts_and_is_no_regression_becomes_the_new_one() -> None:

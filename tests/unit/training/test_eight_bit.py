@@ -74,6 +74,38 @@ def test_a_second_moment_decays_as_it_should_and_never_reaches_0():
     assert after.min() > 0
 
 
+def test_weights_whose_gradient_ends_stay_where_they_are():
+    """They share blocks with rows that go on: their moments have to decay, the scales do not."""
+    moved = {}
+    for name, kind in (("int8", EightBitAdamW), ("float32", torch.optim.AdamW)):
+        parameter = torch.nn.Parameter(torch.zeros(24, 896))
+        settings = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+        optimizer = kind([{"params": [parameter], "lr": 1.0}], **settings)
+        torch.manual_seed(4)
+        for step in range(300):
+            parameter.grad = torch.randn(24, 896)
+            if step >= 20:
+                parameter.grad[::2] = 0.0
+            optimizer.step()
+        moved[name] = float(parameter.detach()[::2].abs().max())
+    assert moved["int8"] == pytest.approx(moved["float32"], rel=0.1)
+
+
+@pytest.mark.parametrize("shape", [(20, 30), (200, 300)])
+def test_a_weight_that_is_a_transposed_view_moves(shape):
+    weights = torch.randn(shape)
+    found = []
+    for given in (weights.t(), weights.t().contiguous()):
+        parameter = torch.nn.Parameter(given.clone())
+        groups = [{"params": [parameter], "lr": 0.1}]
+        optimizer = EightBitAdamW(groups, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter) * parameter.detach()
+            optimizer.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)
+
+
 def train(optimizer, parameter, steps=200):
     """Fit a linear map from noisy batches; return the mean squared error of the weights."""
     torch.manual_seed(2)

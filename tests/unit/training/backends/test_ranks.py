@@ -32,6 +32,7 @@ from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.backends.context import cut_sequences
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import Setup
+from multitask_rl.training.backends.sharded import Shards
 from multitask_rl.training.backends.skeleton import freeze, thaw
 from multitask_rl.training.balance import deal
 from multitask_rl.training.microbatch import make_microbatch
@@ -178,7 +179,13 @@ def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():
         trainer._sock.recv(10)
         store.close()
         setup = Setup(
-            sizes=(2, 1, 1, 0), host="127.0.0.1", port=ports[1], devices=devices, num_threads=1, frozen=frozen
+            sizes=(2, 1, 1, 0),
+            host="127.0.0.1",
+            port=ports[1],
+            devices=devices,
+            num_threads=1,
+            frozen=frozen,
+            shards=Shards,
         )
         trainer.send(setup)
         assert trainer.receive() == ("thawed", None)
