@@ -6,7 +6,8 @@ One step of a real run on two generated tasks of ``examples/smollm2``: instructi
 padding to a length. ``float32`` has no reference model, ``float32-kl`` has one, ``float32-int8`` keeps
 AdamW's moments in one byte a number (``optimizer.moments``), ``bfloat16`` samples and learns in bfloat16 with
 a copy of the weights to sample from. Each is a process of its own. Figures are GiB of its resident memory,
-libraries included, at its highest in each part; a thread looks twenty times a second.
+libraries included, at its highest in each part; a thread looks twenty times a second. In a first step AdamW
+has no moments until it moves the weights: ``--steps 2`` measures the steps after it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def main() -> None:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         found[mode] = json.loads(done.stdout.splitlines()[-1])
     settings = {"prompts": args.prompts, "group": args.group, "new-tokens": args.new_tokens}
-    settings["microbatch"] = args.microbatch
+    settings |= {"microbatch": args.microbatch, "steps": args.steps}
     text = json.dumps({"settings": {**settings, "model": Path(args.model).name}, "gib": found}, indent=1)
     print(text)
     if args.json:
