@@ -93,8 +93,8 @@ def test_a_regression_that_comes_back_stops_the_run_with_the_good_weights_named(
     with pytest.raises(GuardStop, match=r"the last good weights are in .*step_000000") as caught:
         go_on(learnt[0], "stopped", 200, plant).train()
     assert caught.value.exit_code == 3
-    assert "guard rollback at step" in caplog.text
-    assert "guard stop at step" in caplog.text
+    assert "guard rollback [copy] at step" in caplog.text
+    assert "guard stop [copy] at step" in caplog.text
 
 
 @pytest.mark.parametrize("how_many", ["the newest", "all"])
