@@ -62,6 +62,7 @@ def test_the_reference_shares_no_code_with_the_product(path):
                 "collections",
                 "dataclasses",
                 "math",
+                "scipy",
                 "torch",
                 "typing",
             )
