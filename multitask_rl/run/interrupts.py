@@ -29,7 +29,7 @@ class _Waiting:
     is_told = False
     """A signal was answered."""
     show: Callable[[str], bool] | None = None
-    """Shows an answer; False: nobody saw it."""
+    """Shows an answer; it returns whether the answer was shown."""
 
 
 _waiting = _Waiting()

@@ -106,11 +106,7 @@ def unpack(state: Mapping[str, Tensor], shape: torch.Size) -> dict[str, Tensor]:
     for key, value in state.items():
         name, _, kind = key.rpartition("_")
         if kind == "codes":
-            packed = {
-                k: v.cpu()
-                for k, v in state.items()
-                if k.startswith(f"{name}_") and k.count("_") == key.count("_")
-            }
+            packed = {k: state[k].cpu() for k in (key, f"{name}_scales")}
             found[name] = _read(packed, name, slice(0, shape.numel())).view(shape)
         elif kind != "scales":
             found[key] = value
@@ -148,7 +144,7 @@ def _write(state: Mapping[str, Tensor], key: str, part: slice, values: Tensor, r
     if random is None:
         codes.round_()
     else:
-        # between the two codes beside it, so that the mean is right
+        # to the code below or above, with the chances that make the mean right
         codes.floor_()
         low, high = (codes / levels).pow_(power), ((codes + 1) / levels).pow_(power)
         above = sizes.sub_(low).div_(high.sub_(low))
@@ -156,7 +152,5 @@ def _write(state: Mapping[str, Tensor], key: str, part: slice, values: Tensor, r
     codes = codes.clamp_(least, levels).sub_(least)
     if key == FIRST:
         codes.copysign_(shares)
-    state[f"{key}_codes"][blocks.start * BLOCK : blocks.stop * BLOCK] = codes.view(-1).to(
-        state[f"{key}_codes"].dtype
-    )
+    state[f"{key}_codes"][blocks.start * BLOCK : blocks.stop * BLOCK].copy_(codes.view(-1))
     state[f"{key}_scales"][blocks] = scales.squeeze(-1)
