@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -27,7 +28,8 @@ from multitask_rl.cli.tables import (
     write,
     write_page,
 )
-from multitask_rl.config.run import dotted
+from multitask_rl.config.run import RunConfig, dotted
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction
 from multitask_rl.report.comparison_page import render_comparison_page
@@ -201,7 +203,7 @@ def group_runs(
     for run in runs:
         settings = {
             key: value
-            for key, value in dotted(run.config)
+            for key, value in dotted(_with_defaults(run.config))
             if not (
                 key == "seed"
                 or key.startswith(IGNORED)
@@ -235,6 +237,39 @@ def group_runs(
         )
     _name(arms)
     return arms
+
+
+def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration with today's default for each key that its version did not have yet.
+
+    So runs from before and after an update do not differ by the keys that the update brought.
+    """
+    if not config:
+        return {}
+    filled = _filled(config, _defaults(RunConfig()))
+    tasks = config.get("tasks")
+    if isinstance(tasks, Mapping) and all(isinstance(task, Mapping) for task in tasks.values()):
+        filled["tasks"] = {
+            name: _filled(task, _defaults(TaskSpec(name=name))) for name, task in tasks.items()
+        }
+    return filled
+
+
+def _defaults(settings: RunConfig | TaskSpec) -> dict[str, Any]:
+    """Return all keys as a run records them: as JSON data."""
+    recorded: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
+    return recorded
+
+
+def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(given)
+    for key, default in defaults.items():
+        value = given.get(key)
+        if key not in given:
+            filled[key] = default
+        elif isinstance(value, Mapping) and isinstance(default, Mapping):
+            filled[key] = _filled(value, default)
+    return filled
 
 
 def _is_copy(one: RunRecord, other: RunRecord) -> bool:

@@ -428,6 +428,27 @@ def test_runs_that_differ_in_the_seed_alone_are_one_arm(
     assert _compare(capsys, *together) == [], "one arm of two seeds"
 
 
+def test_a_key_that_an_older_version_did_not_have_makes_no_arm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run of an older version is of the same arm as one that records today's default, not another value."""
+    values: Values = [0.1, 0.5, 0.3, 0.9]
+    old = {"optimizer": {"learning_rate": 0.5}, "tasks": {"a": {"name": "a", "dataset": "rows.jsonl"}}}
+    new = {
+        "optimizer": {"learning_rate": 0.5, "moments": "float32", "betas": [0.9, 0.99]},
+        "tasks": {"a": {"name": "a", "dataset": "rows.jsonl", "min_share": None}},
+    }
+    other = {**new, "optimizer": {**new["optimizer"], "moments": "int8"}}
+    runs = [
+        _write_run(tmp_path / name, [(1, "a", values)], {"seed": seed, **config}, prompts="p")
+        for seed, (name, config) in enumerate([("old", old), ("new", new), ("other", other)])
+    ]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [len(arm["runs"]) for arm in result["arms"]] == [2, 1]
+    assert result["keys"] == {"optimizer.moments": ["float32", "int8"]}
+
+
 def test_a_directory_of_a_sweep_stands_for_its_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
