@@ -3,6 +3,7 @@
     python benchmarks/chaos.py --executor local --kills 50 --seed 1 --json kills.json
     python benchmarks/chaos.py --executor ranks --kills 50 --seed 1  # two ranks on the CPU
     python benchmarks/chaos.py --executor ray --kills 50 --seed 1    # two engines, a reward pool, two ranks
+    python benchmarks/chaos.py --executor ray --kills 50 --steps 200 # all of them in one run
     python benchmarks/chaos.py --damage 1000 --seed 1 --json damage.json
 
 Kills: SIGKILL, SIGTERM or SIGINT for the trainer, SIGKILL for one of the processes below it (reward workers,
@@ -68,6 +69,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
 from run_builders import build_actor, lines, run_config, write_run
 
 STEPS = 4
+"""Of a run, unless ``--steps`` says otherwise."""
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 PARTS: dict[str, tuple[type, str, float]] = {
     "start": (RewardPool, "start", 2.0),
@@ -126,15 +128,17 @@ def write_inputs(directory: Path) -> None:
         file.write(REWARD)
 
 
-def tiny_config(directory: Path, output: str, executor: str = "local", *, mlflow: bool = True) -> RunConfig:
-    """Return a run of ``STEPS`` steps that is evaluated and saved after every second one."""
+def tiny_config(
+    directory: Path, output: str, executor: str = "local", *, steps: int = STEPS, mlflow: bool = True
+) -> RunConfig:
+    """Return a run of ``steps`` steps that is evaluated and saved after every second one."""
     changes: dict[str, Any] = {} if executor == "local" else {"device_map": {"actor": "cpu:0-1"}}
     if executor == "ray":
         changes |= {"executor": "ray", "ray": RayConfig(num_engines=2)}
     return run_config(
         directory,
         output,
-        STEPS,
+        steps,
         batch=BatchConfig(prompts_per_step=4, group_size=2),
         eval=EvalConfig(every=2, num_prompts=4),
         tracking=TrackingConfig(trackers=["jsonl", "mlflow"] if mlflow else ["jsonl"], store_rollouts=-1),
@@ -275,9 +279,9 @@ def _used_elsewhere() -> set[str]:
 # ---------------------------------------------------------------------------------------------- comparing
 
 
-def contents(output: Path) -> dict[str, Any]:
-    """Return all that two runs of a seed have in common."""
-    last = output / "checkpoints" / f"step_{STEPS:08d}"
+def contents(output: Path, steps: int) -> dict[str, Any]:
+    """Return all that two runs of a seed and of ``steps`` steps have in common."""
+    last = output / "checkpoints" / f"step_{steps:08d}"
     found: dict[str, Any] = {
         "weights": (last / "actor" / "model.safetensors").read_bytes(),
         "tensors": (last / "tensors.safetensors").read_bytes(),
@@ -352,8 +356,13 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 # ---------------------------------------------------------------------------------------------- campaigns
 
 
-def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: int) -> dict[str, Any]:
-    """Disturb runs until ``kills`` signals were sent, or for so many minutes; return what was found."""
+def kill_runs(
+    directory: Path, executor: str, kills: int, steps: int, minutes: float, seed: int
+) -> dict[str, Any]:
+    """Disturb runs of ``steps`` steps until ``kills`` signals were sent, or for so many minutes.
+
+    A run of ``STEPS`` steps meets up to 6 of them, a longer one up to all.
+    """
     rng = random.Random(seed)
     random.seed(seed)
     temporary = directory / "tmp"
@@ -373,7 +382,8 @@ def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: 
         import ray  # noqa: F401 - before attempts are forked
     began = time.monotonic()
     for turn in reversed(range(5)):  # a busy machine can be too slow for the limits of Ray's start
-        child, pipe = attempt(tiny_config(directory, "whole", executor), directory / "whole.log")
+        config = tiny_config(directory, "whole", executor, steps=steps)
+        child, pipe = attempt(config, directory / "whole.log")
         os.close(pipe)
         if (code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == 0:
             break
@@ -381,7 +391,7 @@ def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: 
             raise SystemExit(
                 f"the undisturbed run ended with {code}: {(directory / 'whole.log').read_text()}"
             )
-    expected = contents(directory / "whole")
+    expected = contents(directory / "whole", steps)
     done: Counter[str] = Counter()
     wrong: list[str] = []
     codes: Counter[int] = Counter()
@@ -393,18 +403,22 @@ def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: 
     while not is_enough():
         number += 1
         name, log = f"run_{number}", directory / f"run_{number}.log"
-        config = tiny_config(directory, name, executor)
+        config = tiny_config(directory, name, executor, steps=steps)
         story = []
-        for turn in range(100):
+        # what comes after every second step begins half as often in an attempt
+        most = 6 if steps == STEPS else 4 * kills
+        last = 2 if steps == STEPS else max(2, steps // kills)
+        for turn in range(most + 100):
             plans: list[Plan] = []
-            if turn < 6 and not is_enough():
+            if turn < most and not is_enough():
                 for part in rng.sample(parts, AT_ONCE[executor]):
-                    nth = rng.randint(1, 2) if part in REPEATED else 1
+                    nth = rng.randint(1, last * (2 if part == "step" else 1)) if part in REPEATED else 1
                     plans.append((part, nth, rng.uniform(0.0, PARTS[part][2]), rng.choice(KINDS)))
             child, pipe = attempt(config, log, plans)
             for what, told in disturb(child, pipe, plans):
                 done[what] += 1
                 story.append(told)
+                print(f"  {sum(done.values())}: {told}", flush=True)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             os.close(pipe)
             codes[code] += 1
@@ -423,7 +437,7 @@ def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: 
             wrong.append(f"{name}: never ended ({story})")
             continue
         try:
-            said = differences(contents(directory / name), expected)
+            said = differences(contents(directory / name, steps), expected)
         except (OSError, ValueError) as error:
             said = [repr(error)]
         wrong += [f"{name}: {line} ({story})" for line in said]
@@ -436,6 +450,7 @@ def kill_runs(directory: Path, executor: str, kills: int, minutes: float, seed: 
         "executor": executor,
         "kills": sum(done.values()),
         "runs": number,
+        "steps of a run": steps,
         "seed": seed,
         "by": dict(sorted(done.items())),
         "exit codes": {str(code): n for code, n in sorted(codes.items())},
@@ -532,6 +547,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--executor", choices=["local", "ray", "ranks"], default="local")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a run, an even number")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no kill after them")
     parser.add_argument("--damage", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
@@ -545,7 +561,13 @@ def main() -> None:
             (
                 options.kills,
                 "killed",
-                partial(kill_runs, executor=options.executor, kills=options.kills, minutes=options.minutes),
+                partial(
+                    kill_runs,
+                    executor=options.executor,
+                    kills=options.kills,
+                    steps=options.steps,
+                    minutes=options.minutes,
+                ),
             ),
             (options.damage, "damaged", partial(damage_runs, count=options.damage)),
         ):

@@ -1,11 +1,15 @@
 """Which tests have the machine to themselves: ``make unit`` runs two of the others at a time, then these."""
 
 import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+
+# no test may wait for a hub; as "make unit" sets it
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 ALONE = (
     # limits and measurements of time, processes and memory

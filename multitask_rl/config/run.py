@@ -206,8 +206,9 @@ class OptimizerConfig(Settings):
     """AdamW's decay rates of the two moments."""
     adam_eps: Positive = 1e-8
     """AdamW's addend to the root of the second moment; larger: smaller updates where gradients are small."""
-    moments: Annotated[str, OneOf("float32", "int8")] = "float32"
-    """How AdamW's two moments are kept: 4 bytes a number each, or 1 with a scale for each block of 256."""
+    moments: Annotated[str, OneOf("float32", "int8", "host")] = "float32"
+    """How AdamW's two moments are kept: 4 bytes a number each, or 1 with a scale for each block of 256;
+    ``host``: 4 bytes each in host memory, beside float32 masters of the weights, where AdamW then runs."""
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay."""
     max_grad_norm: NotNegative = 1.0

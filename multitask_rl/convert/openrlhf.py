@@ -133,6 +133,7 @@ BEFORE: Mapping[str, str] = {
     "reward_clip_range": "reward.clip_range",
     "param_dtype": "ds.param_dtype",
     "attn_implementation": "ds.attn_implementation",
+    "adam_offload": "ds.adam_offload",
     "lora_rank": "ds.lora.rank",
     "lora_alpha": "ds.lora.alpha",
     "lora_dropout": "ds.lora.dropout",
@@ -181,6 +182,7 @@ _SWITCHES = {
     "algo.dynamic_filtering_enable",
     "algo.advantage.no_std_norm",
     "actor.gradient_checkpointing_enable",
+    "ds.adam_offload",
 }
 _NUM_VALUES = {
     "actor.adam.betas": 2,
@@ -512,6 +514,8 @@ def _put_run(c: Conversion) -> None:
     c.put("optimizer.adam_eps", float(c.get("actor.adam.eps")), "actor.adam.eps")
     c.put("optimizer.weight_decay", float(c.get("actor.adam.weight_decay")), "actor.adam.weight_decay")
     c.put("optimizer.max_grad_norm", float(c.get("actor.max_norm")), "actor.max_norm")
+    if c.get("ds.adam_offload"):
+        c.put("optimizer.moments", "host", "ds.adam_offload")
     if c.get("actor.optim") != "adam":
         c.leave("actor.optim", f"{c.get('actor.optim')!r}: the optimizer is AdamW")
     c.put("seed", c.get("train.seed"), "train.seed")

@@ -425,6 +425,8 @@ def _put_run(c: Conversion) -> None:
     c.put("optimizer.weight_decay", float(c.get(f"{_O}.weight_decay")), f"{_O}.weight_decay")
     clip = f"{_O}.clip_grad" if f"{_O}.clip_grad" in c.given else f"{_A}.grad_clip"
     c.put("optimizer.max_grad_norm", float(c.get(clip)), clip)
+    if c.get(name := f"{_A}.fsdp_config.optimizer_offload"):
+        c.put("optimizer.moments", "host", name)
     schedule, lowest = c.get(f"{_O}.lr_scheduler_type"), c.get(f"{_O}.min_lr_ratio")
     if schedule in ("constant", "cosine"):
         told = (

@@ -152,8 +152,7 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     parts: dict[str, float] = {
         "weights": shape.parameters * width / holders,
         "gradients": 4 * shape.trainable / holders,
-        "optimizer": moment_bytes(shape.trainable, width, packed=config.optimizer.moments == "int8")
-        / holders,
+        "optimizer": _optimizer_bytes(plan, shape.trainable, width) / holders,
         "reference": shape.parameters * width * has_reference(plan) / holders,
         "copy to sample from": shape.parameters * _copy_width(plan, width),
         "critic": shape.parameters * (width + 12) * (config.critic.trunk == "separate"),
@@ -204,6 +203,15 @@ def moment_bytes(trainable: int, width: int, *, packed: bool = False) -> float:
     """
     masters = 0 if width == 4 else 4
     return trainable * (masters + (2 + 8 / BLOCK if packed else 8))
+
+
+def _optimizer_bytes(plan: RunPlan, trainable: int, width: int) -> float:
+    """Return the bytes of moments and masters in the memory of the actor's device."""
+    moments = plan.config.optimizer.moments
+    if moments != "host":
+        return moment_bytes(trainable, width, packed=moments == "int8")
+    is_host = not (plan.devices.get("actor", "") or _default_device()).startswith("cuda")
+    return float(12 * trainable * is_host)  # two moments and a master each
 
 
 def learner_bytes(parameters: int, trainable: int, width: int) -> float:
@@ -295,7 +303,7 @@ def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:
     if memory["sampling"] >= fixed:
         return "lower rollout.max_batch_tokens"
     if not config.model.lora.rank:
-        packed = "" if config.optimizer.moments == "int8" else ", or optimizer.moments=int8"
+        packed = ", or optimizer.moments=int8" if config.optimizer.moments == "float32" else ""
         return f"set model.lora.rank=16: gradients and optimizer shrink to those of the adapters{packed}"
     return "take a smaller model"
 

@@ -1,9 +1,11 @@
-"""Float32 masters of bfloat16 and float16 weights.
+"""Float32 masters of bfloat16 and float16 weights, and of weights whose optimizer runs in host memory.
 
 Neighbouring bfloat16 numbers differ by half a percent, so that usual updates would be lost to rounding. The
 optimizer moves a float32 master; the weight is the rounded master. Gradients add up in float32, too.
+A master in host memory has its gradient and its moments there: the device keeps weights and gradients alone.
 
-Source: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.1.
+Sources: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.1; Ren et al.,
+"ZeRO-Offload" (arXiv:2101.06840), section 4.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ class Masters:
 
     Args:
         parameters: all that may move; gradients of those below float32 are float32 from now on.
+        on_host: every parameter has a master, and all masters lie in host memory.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._low = {p for p in parameters if p.dtype in _LOW}
-        for parameter in self._low:
+    def __init__(self, parameters: Iterable[nn.Parameter], *, on_host: bool = False) -> None:
+        self._on_host = on_host
+        self._mastered = {p for p in parameters if on_host or p.dtype in _LOW}
+        for parameter in self._mastered:
             parameter.grad_dtype = torch.float32
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
         self._versions: dict[nn.Parameter, int] = {}
@@ -33,7 +37,7 @@ class Masters:
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         """The parameter moves through a master."""
-        return parameter in self._low
+        return parameter in self._mastered
 
     def owners(self) -> dict[Tensor, nn.Parameter]:
         """Return a mapping: master -> the weight that is rounded from it."""
@@ -50,11 +54,11 @@ class Masters:
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            if parameter not in self._low:
+            if parameter not in self._mastered:
                 moved.append(parameter)
                 continue
             master = self._master(parameter)
-            master.grad, parameter.grad = parameter.grad.float(), None
+            master.grad, parameter.grad = parameter.grad.to(master.device, torch.float32), None
             moved.append(master)
         return moved
 
@@ -70,12 +74,12 @@ class Masters:
 
     def load(self, parameter: nn.Parameter, master: Tensor | None) -> nn.Parameter:
         """Return what the optimizer moves for ``parameter``; ``master``: its saved master, if any."""
-        if parameter not in self._low:
+        if parameter not in self._mastered:
             return parameter
         own = self._master(parameter)
         if master is not None:
             with torch.no_grad():
-                own.data = master.to(device=own.device, dtype=torch.float32)
+                own.copy_(master)
             self._versions[parameter] = -1
         return own
 
@@ -87,13 +91,15 @@ class Masters:
     def _master(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the master; it follows a weight that a checkpoint or ``Critic.rescale`` has set."""
         if parameter not in self._masters:
-            self._masters[parameter] = nn.Parameter(parameter.detach().float())
+            device = "cpu" if self._on_host else parameter.device
+            self._masters[parameter] = nn.Parameter(parameter.detach().to(device, torch.float32, copy=True))
             self._versions[parameter] = parameter._version
         master = self._masters[parameter]
         if self._versions[parameter] != parameter._version:
             self._versions[parameter] = parameter._version
             # an element that still equals its rounded master keeps the master's float32 digits
-            rounded = master.to(parameter.dtype)
-            if not torch.equal(rounded, parameter):
-                master.copy_(torch.where(rounded == parameter, master, parameter.float()))
+            weight = parameter.to(master.device)
+            rounded = master.to(weight.dtype)
+            if not torch.equal(rounded, weight):
+                master.copy_(torch.where(rounded == weight, master, weight.float()))
         return master

@@ -63,7 +63,7 @@ class ActorCriticOptimizer:
     """One AdamW with a parameter group for the actor and one for the critic.
 
     Parameters without a gradient in a step neither decay nor move by momentum (a value head whose task had no
-    sample). Weights below float32 move through float32 masters.
+    sample). Weights below float32 move through float32 masters, with ``optimizer.moments=host`` all weights.
 
     ``scales_loss``: a model computes in float16, where small gradients vanish and large ones overflow.
     """
@@ -80,7 +80,8 @@ class ActorCriticOptimizer:
         self._rates = [config.learning_rate, critic_config.learning_rate or 10.0 * config.learning_rate]
         self.parameters = (actor, critic)
         self._max_grad_norm = config.max_grad_norm
-        self._masters = Masters(p for group in self.parameters for p in group)
+        on_host = config.moments == "host"
+        self._masters = Masters((p for group in self.parameters for p in group), on_host=on_host)
         self._is_packed = config.moments == "int8"
         kind = EightBitAdamW if self._is_packed else partial(torch.optim.AdamW, fused=True)
         self._adamw = kind(
@@ -170,7 +171,8 @@ class ActorCriticOptimizer:
             if self.scales_loss:  # with each parameter, as ranks keep the state of different ones
                 state[f"{name}|{LOSS_SCALE}"] = torch.tensor(self._scale, dtype=torch.float64)
         for parameter, master in self._masters.tensors().items():
-            state[f"{names[id(parameter)]}|{MASTER}"] = master
+            if parameter.dtype != torch.float32:  # else the weight says the same
+                state[f"{names[id(parameter)]}|{MASTER}"] = master
         return state
 
     def load_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
@@ -181,7 +183,7 @@ class ActorCriticOptimizer:
         """
         state: dict[nn.Parameter, dict[str, Any]] = {}
         for parameter, key, value in fitting_state(tensors, parameters):
-            state.setdefault(parameter, {})[key] = value.to(parameter.device).clone()
+            state.setdefault(parameter, {})[key] = value
         self._adamw.state.clear()
         self._masters.clear()
         for parameter, values in state.items():
@@ -189,7 +191,10 @@ class ActorCriticOptimizer:
             if self.scales_loss and scale is not None:
                 self._scale = float(scale)
             moved = self._masters.load(parameter, values.pop(MASTER, None))
-            found = {key: value.to(moved.dtype) if value.dim() else value for key, value in values.items()}
+            found = {
+                key: value.to(moved.device, moved.dtype if value.dim() else value.dtype, copy=True)
+                for key, value in values.items()
+            }
             self._adamw.state[moved] = pack(found) if self._is_packed else found
 
 

@@ -46,13 +46,14 @@ class Bench:
         rate=1e-3,
         weights="actor",
         training=None,
+        moments="float32",
         **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
             rollout=RolloutConfig(engine_config={"weights": weights}),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
-            optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0),
+            optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0, moments=moments),
             training=training or TrainingConfig(),
         )
         specs = {"a": TaskSpec(name="a", kl=KLSpec(coefficient=0.1)), "b": TaskSpec(name="b")}

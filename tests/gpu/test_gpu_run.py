@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from workload import make_actor
 
-from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.config.run import ModelConfig, OptimizerConfig, RolloutConfig
 from run_builders import run_config, train, write_run
 
 ONE_TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
@@ -42,6 +42,20 @@ def test_engine_and_trainer_agree_on_the_device(tmp_path, settings, largest_gap)
     assert gaps
     assert max(gaps) < largest_gap
     assert all(row["memory/peak_mb"] > 0 for row in rows)
+
+
+def test_an_optimizer_in_host_memory_makes_the_steps_of_one_on_the_device(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")
+    found = {}
+    for moments in ("float32", "host"):
+        settings = {"optimizer": OptimizerConfig(learning_rate=1e-3, moments=moments), "model": model}
+        train(run_config(tmp_path, moments, 2, **settings))
+        trainer = train(run_config(tmp_path, moments, 3, **settings))  # resumed
+        found[moments] = dict(trainer.actor.model.named_parameters())
+    for name, weight in found["host"].items():
+        assert weight.device.type == "cuda"
+        torch.testing.assert_close(weight, found["float32"][name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.vllm

@@ -333,6 +333,15 @@ def test_temperatures_of_training_and_evaluation(tmp_path: Path) -> None:
     assert openrlhf(tmp_path, "--rollout.temperature 0.7").run["eval.temperature"] == 0.6
 
 
+def test_an_optimizer_in_host_memory_stays_there(tmp_path: Path) -> None:
+    offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+    assert verl(tmp_path, f"{offload}=True").run["optimizer.moments"] == "host"
+    assert "optimizer.moments" not in verl(tmp_path, f"{offload}=False").run
+    for option in ("--ds.adam_offload", "--adam_offload"):
+        c = openrlhf(tmp_path, option, "--rollout.n_samples_per_prompt 8")
+        assert (c.run["optimizer.moments"], c.run["batch.group_size"]) == ("host", 8)
+
+
 def test_nothing_is_sampled_again_and_nothing_rolled_back_unless_the_source_does(tmp_path: Path) -> None:
     plain = [trl(tmp_path), verl(tmp_path, "data.shuffle=1"), openrlhf(tmp_path, "--train.seed 1")]
     assert [(c.run["batch.refill_rounds"], c.run["guard.enabled"]) for c in plain] == [(0, False)] * 3

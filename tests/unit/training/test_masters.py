@@ -1,8 +1,9 @@
 """Weights below float32 learn at the rates that are usual for language models."""
 
+import pytest
 import torch
 
-from learner_benches import Bench, RanksBench, parameters_of, relative_difference
+from learner_benches import Bench, RanksBench, parameters_of, relative_difference, weights_of
 from model_builders import build_actor, sample_scored
 
 RATE = 1e-6
@@ -100,3 +101,28 @@ def test_each_rank_has_the_masters_of_what_it_moves():
             assert torch.equal(whole[name], masters[f"{name}|master"].bfloat16())
     finally:
         group.backend.close()
+
+
+@pytest.mark.parametrize("kind", [build_actor, half_actor])
+@pytest.mark.parametrize("ranks", [{}, {"num_ranks": 2}, {"num_ranks": 2, "sharded": True}])
+def test_an_optimizer_in_host_memory_moves_weights_as_one_on_the_device_does(kind, ranks):
+    scored = sample_scored(build_actor(), groups=2)
+    make = RanksBench if ranks else Bench
+    usual, host = [make(actor=kind(), moments=moments, **ranks) for moments in ("float32", "host")]
+    try:
+        for _ in range(2):
+            for bench in (usual, host):
+                bench.update(scored)
+        kept = {name: value.clone() for name, value in state_of(host).items()}
+        # a checkpoint has masters of weights below float32 alone: a run may change the setting
+        assert kept.keys() == state_of(usual).keys()
+        usual.backend.load_optimizer(kept, parameters_of(usual))
+        host.backend.load_optimizer(kept, parameters_of(host))
+        for bench in (usual, host):
+            bench.update(scored)
+        wanted = weights_of(usual)
+        assert all(torch.equal(value, wanted[name]) for name, value in weights_of(host).items())
+        assert all(torch.equal(value, state_of(usual)[name]) for name, value in state_of(host).items())
+    finally:
+        for bench in (usual, host):
+            bench.backend.close()
