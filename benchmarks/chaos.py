@@ -341,7 +341,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
         elif isinstance(one, list) and isinstance(other, list):
             pair = next(((a, b) for a, b in zip(one, other, strict=False) if a != b), ())
             if len(pair) == 2 and all(isinstance(line, str) for line in pair):
-                here, there = (set(json.loads(line).items()) for line in pair)
+                here, there = (set(map(repr, json.loads(line).items())) for line in pair)
                 pair = (sorted(here - there)[:5], sorted(there - here)[:5])
             detail = f": {len(one)} and {len(other)} lines, first {str(pair)[:600]}"
         elif isinstance(one, dict) and isinstance(other, dict):
@@ -411,7 +411,7 @@ def kill_runs(
         for turn in range(most + 100):
             plans: list[Plan] = []
             if turn < most and not is_enough():
-                for part in rng.sample(parts, AT_ONCE[executor]):
+                for part in rng.sample(parts, AT_ONCE[executor] if steps == STEPS else 3):
                     nth = rng.randint(1, last * (2 if part == "step" else 1)) if part in REPEATED else 1
                     plans.append((part, nth, rng.uniform(0.0, PARTS[part][2]), rng.choice(KINDS)))
             child, pipe = attempt(config, log, plans)

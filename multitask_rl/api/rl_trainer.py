@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.ppo import PPOConfig, new_run_directory
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
@@ -104,10 +105,11 @@ class RLTrainer:
             run = self.config if isinstance(self.config, RunConfig) else self.config.run_config(num_prompts=1)
             model = run.model
             if self._model is not None:
-                self._actor = make_actor(self._model, self._tokenizer, model)
+                self._actor = make_actor(self._model, self._tokenizer, model, run.seed)
             else:
-                name = self._model_name or model.name_or_path
-                self._actor = load_actor(replace(model, name_or_path=name), tokenizer=self._tokenizer)
+                model = replace(model, name_or_path=self._model_name or model.name_or_path)
+                device = actor_devices(run).names[0] if "actor" in run.device_map else ""
+                self._actor = load_actor(model, device, run.seed, self._tokenizer)
         return self._actor
 
     def open(self, prompts: Any = None, num_epochs: int = 1) -> Trainer:

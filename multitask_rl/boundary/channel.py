@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import select
 import socket
 import struct
 import time
@@ -66,6 +67,12 @@ class Channel:
             if not data:
                 raise EOFError
             buffer += data
+
+    def has_news(self) -> bool:
+        """Whether a message, a part of one or the end of the connection has arrived."""
+        watch = select.poll()
+        watch.register(self._sock, select.POLLIN)
+        return bool(self._buffer or watch.poll(0))
 
     def hang_up(self) -> None:
         """End the connection for both ends; a thread in ``receive`` gets ``EOFError``. Idempotent."""

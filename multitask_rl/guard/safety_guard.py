@@ -106,6 +106,10 @@ class SafetyGuard(Guard):
         self._adjustments = RollbackAdjustments()
         self._began = 0
         """Step from which the adjustments count."""
+        self._slowed = RollbackAdjustments()
+        """Those of the last rollback, for the learning rate alone: a recovery or a milder action does not end
+        them."""
+        self._slowed_at = 0
         self._is_restored = False
         """They follow a completed rollback: the run goes on from good weights."""
         self._hacking = HackingDetector(self.config)
@@ -188,8 +192,9 @@ class SafetyGuard(Guard):
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors as they were at ``target``; the count of rollbacks stays."""
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
-        # evaluations of weights that are undone are nothing to compare with
-        self._since_good = 0 if target.step >= self._good_at else self._settings.warmup
+        self._since_good = 0
+        if target.step < self._good_at:  # values of weights that are undone are nothing to compare with
+            self._good, self._good_at = {}, target.step
         self._restore(self._snapshots[-1][1] if self._snapshots else {})
         for metric in self._watched:
             metric.detector.cusum = 0.0
@@ -197,7 +202,8 @@ class SafetyGuard(Guard):
         self._hacking.forget()
         self._rollbacks.append(self._began)
         self._cooldown_until += step - self._began
-        self._began, self._is_restored, change = step, True, self._adjustments
+        self._began = self._slowed_at = step
+        self._is_restored, change = True, self._adjustments
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
             f"{change.lr_hold_steps} steps, task shares x {dict(change.weight_factors)}, data of the window "
@@ -209,7 +215,7 @@ class SafetyGuard(Guard):
 
     def lr_factor(self, step: int) -> float:
         """Return the factor on the learning rate that is in force at ``step``."""
-        return self._adjustments.lr_factor_after(step - self._began)
+        return self._slowed.lr_factor_after(step - self._slowed_at)
 
     def weight_factors(self) -> dict[str, float]:
         """Return the current factors on the scheduler's shares."""
@@ -244,6 +250,8 @@ class SafetyGuard(Guard):
                 "rollbacks": self._rollbacks,
                 "cooldown_until": self._cooldown_until,
                 "began": self._began,
+                "slowed": asdict(self._slowed),
+                "slowed_at": self._slowed_at,
                 "is_restored": self._is_restored,
             },
             "hacking": self._hacking.state_dict(),
@@ -274,6 +282,9 @@ class SafetyGuard(Guard):
         saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
         saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
         self._rungs, self._adjustments = rename_tasks(own["rungs"], renamed), RollbackAdjustments(**saved)
+        # absent in older checkpoints
+        self._slowed = RollbackAdjustments(**own.get("slowed", saved))
+        self._slowed_at = own.get("slowed_at", own["began"])
         self._rollbacks, self._cooldown_until = own["rollbacks"], own["cooldown_until"]
         self._began, self._is_restored = own["began"], own["is_restored"]
         self._hacking.load_state_dict(state["hacking"], renamed)
@@ -454,6 +465,7 @@ class SafetyGuard(Guard):
                 lr_hold_steps=config.lr_hold_steps,
                 lr_rewarm_steps=config.lr_rewarm_steps,
             )
+            self._slowed, self._slowed_at = self._adjustments, step
             self._cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
     def _signs_of_hacking(self, since: int) -> list[Event]:

@@ -26,7 +26,7 @@ class SafetyGuardConfig(Settings):
     """Steps over which ``max_rollbacks`` are counted."""
     confirm: bool = True
     """Ask a paired test before acting on the screen."""
-    confirm_z: float = 3.09
+    confirm_z: Annotated[float, Range("[0, 30]")] = 3.09
     """Normal quantile a fresh paired evaluation must exceed (3.09 = one in a thousand)."""
     stored_z: float = 2.33
     """The same for the stored evaluations, used where no fresh one is offered: they are not independent of

@@ -226,8 +226,8 @@ class WatchedMetric:
         complement = float(bool(self.is_unit) and found.direction is Direction.lower)
         level = summarise(good).mean * found.direction.sign + complement
         scale = 1.0 if settings.absolute else max(abs(level), self.detector.scale)
-        normal = NormalDist()
-        limit = normal.inv_cdf(1.0 - normal.cdf(-z) / settings.num_metrics)
+        tail = 0.5 * math.erfc(z / math.sqrt(2.0))  # ``NormalDist.cdf`` is 0 from 9 on
+        limit = -NormalDist().inv_cdf(tail / settings.num_metrics)
         return test if test.z > limit and test.drop > settings.drop * scale else None
 
     def statistics(self, settings: DetectorSettings) -> dict[str, float]:

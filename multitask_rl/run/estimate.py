@@ -11,7 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from multitask_rl.models.lora import model_below
 from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
+from multitask_rl.training.checkpoint import model_directory
 from multitask_rl.training.eight_bit import BLOCK
 from multitask_rl.training.forward import SLICE_CELLS
 
@@ -155,8 +156,12 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
         "optimizer": _optimizer_bytes(plan, shape.trainable, width) / holders,
         "reference": shape.parameters * width * has_reference(plan) / holders,
         "copy to sample from": shape.parameters * _copy_width(plan, width),
-        "critic": shape.parameters * (width + 12) * (config.critic.trunk == "separate"),
+        "average of the reference": 4 * shape.parameters * (has_average(plan) and width < 4),
+        "teachers": _teacher_bytes(plan, width),
     }
+    if critic := _critic_shape(plan, shape.parameters):
+        own, its_width = critic
+        parts["critic"] = own * (its_width + 4) + _optimizer_bytes(plan, own, its_width)
     batch = config.batch
     rows = _rows_at_once(config, work)
     cached = rows * (work.new_tokens + work.prompt_tokens * work.prompts / work.samples)
@@ -231,7 +236,9 @@ def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float)
     config = plan.config
     width = _width(plan)
     saved = parameters if trainable == parameters else trainable
-    one = saved * width + moment_bytes(trainable, width)
+    one = saved * width + moment_bytes(trainable, width) + 4 * parameters * has_average(plan)
+    if critic := _critic_shape(plan, parameters):
+        one += critic[0] * critic[1] + moment_bytes(*critic)
     number = num_checkpoints(config.checkpoint, config.max_steps)
     per_step = config.batch.prompts_per_step * config.batch.group_size
     if config.tracking.store_rollouts >= 0:
@@ -281,6 +288,34 @@ def has_reference(plan: RunPlan) -> bool:
     )
 
 
+def has_average(plan: RunPlan) -> bool:
+    """Whether the reference follows the actor, so that its average is kept in float32."""
+    return has_reference(plan) and plan.config.model.reference_decay < 1.0
+
+
+def _critic_shape(plan: RunPlan, parameters: int) -> tuple[int, int] | None:
+    """Return parameters and bytes of a weight of a critic with a model of its own; None without one.
+
+    ``parameters``: of the actor.
+    """
+    critic, model = plan.config.critic, plan.config.model
+    if critic.trunk != "separate":
+        return None
+    width = _width(plan) if critic.dtype == "auto" else DTYPES[critic.dtype].itemsize
+    return _parameters(model, critic.name_or_path) if critic.name_or_path else parameters, width
+
+
+def _teacher_bytes(plan: RunPlan, width: int) -> int:
+    """Return the bytes of the teachers' weights; a model that teaches several tasks is loaded once."""
+    names = {spec.teacher for spec in plan.specs.values() if spec.teacher}
+    return sum(_parameters(plan.config.model, str(model_directory(name))) for name in names) * width
+
+
+def _parameters(model: ModelConfig, name: str) -> int:
+    own = _empty_model(replace(model, name_or_path=name))[1]
+    return sum(p.numel() for p in own.parameters())
+
+
 def free_memory(device: str) -> float:
     """Return the free bytes of ``device``; of a CPU what the system can give (infinity where unknown)."""
     if device.startswith("cuda"):
@@ -303,7 +338,8 @@ def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:
     if memory["sampling"] >= fixed:
         return "lower rollout.max_batch_tokens"
     if not config.model.lora.rank:
-        packed = ", or optimizer.moments=int8" if config.optimizer.moments == "float32" else ""
+        can_pack = config.optimizer.moments == "float32" and config.training.backend == "torch"
+        packed = ", or optimizer.moments=int8" if can_pack else ""
         return f"set model.lora.rank=16: gradients and optimizer shrink to those of the adapters{packed}"
     return "take a smaller model"
 

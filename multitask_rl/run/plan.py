@@ -191,13 +191,6 @@ def plan_run(
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
     _check_devices(plan)
-    if engine is not None and (
-        config.executor == "ray" or (engine.shares_weights and (config.rollout_lag > 0 or plan.has_parts))
-    ):
-        raise ConfigError(
-            "an engine given from Python samples in this process from its own weights: use executor=local, "
-            "and with an engine that shares the actor's weights rollout.max_staleness=0 and no sharded actor"
-        )
     check_overlap(plan)
     with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
         plan.output_dir.mkdir(parents=True, exist_ok=True)
@@ -395,10 +388,19 @@ def check_overlap(plan: RunPlan) -> None:
     """Refuse to learn from stale samples without a correction, and a quorum of episodes in lockstep.
 
     Raises:
-        ConfigError: a task turned truncated importance sampling off, or a quorum would leave slow worlds that
-            lockstep waits for.
+        ConfigError: a task turned truncated importance sampling off, a quorum would leave slow worlds that
+            lockstep waits for, or an engine given from Python would sample from weights while they move.
     """
-    bound, quorum = plan.config.rollout.max_staleness, plan.config.batch.quorum
+    config, engine = plan.config, plan.engine
+    if engine is not None and (
+        config.executor == "ray" or (engine.shares_weights and (config.rollout_lag > 0 or plan.has_parts))
+    ):
+        raise ConfigError(
+            "an engine given from Python samples in this process from its own weights: use executor=local, "
+            "and with an engine that shares the actor's weights rollout.max_staleness=0 and no sharded actor "
+            "(enable_3d_hybrid_engine sets rollout.max_staleness=1)"
+        )
+    bound, quorum = config.rollout.max_staleness, config.batch.quorum
     for name, spec in plan.specs.items():
         if spec.environment and quorum < 1.0 and plan.config.rollout.lockstep:
             raise ConfigError(

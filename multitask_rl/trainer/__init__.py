@@ -121,14 +121,14 @@ class Trainer:
             if int(most) < config.max_steps:
                 logger.warning("max_steps=%d is cut to %s=%s", config.max_steps, MAX_STEPS_VARIABLE, most)
                 config = replace(config, max_steps=int(most))
+        if actor is not None:
+            config = actor.settle(config)
         if (size := torchrun_size()) and "actor" not in config.device_map:
             kind = "cuda" if torch.cuda.is_available() else "cpu"
             config = replace(config, device_map={**config.device_map, "actor": f"{kind}:0-{size - 1}"})
         if dataloader is not None and dataloader.batch_size:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
-        if actor is not None:
-            config = actor.settle(config)
-        elif config.num_threads:
+        if actor is None and config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.plan = plan = plan_run(config, dataloader, engine)
         weights: Mapping[str, float] = {n: plan.specs[n].weight for n in plan.trained}
@@ -147,9 +147,10 @@ class Trainer:
             self.scorer.start()
             if actor is None:
                 logger.info("loading the actor from %s", config.model.name_or_path)
-            self.actor = actor or load_actor(
-                config.model, plan.devices.get("actor", ""), config.seed, tokenizer
-            )
+            wanted = plan.devices.get("actor", "")
+            if actor is not None and wanted and actor.device != torch.device(wanted):
+                actor.model.to(wanted)
+            self.actor = actor or load_actor(config.model, wanted, config.seed, tokenizer)
             device = plan.devices.get("critic", str(self.actor.device))
             self.critic = critic or Critic(config.critic.trunk, device, config.critic)
             self.tasks = build_task_states(plan.specs, plan.algorithms, plan.rows, config, self.actor)
@@ -223,10 +224,18 @@ class Trainer:
         """Overlap sampling, scoring and learning, share weights where possible; print and return the choice.
 
         Sets ``rollout.max_staleness`` to 1 unless it is higher. Before ``train``.
+
+        Raises:
+            ConfigError: a task or the engine does not work with it; nothing is changed.
         """
-        staleness = max(1, self.config.rollout.max_staleness)
-        self.plan.config = replace(self.config, rollout=replace(self.config.rollout, max_staleness=staleness))
-        check_overlap(self.plan)
+        before, rollout = self.config, self.config.rollout
+        staleness = max(1, rollout.max_staleness)
+        self.plan.config = replace(before, rollout=replace(rollout, max_staleness=staleness))
+        try:
+            check_overlap(self.plan)
+        except ConfigError:
+            self.plan.config = before
+            raise
         choice = describe_overlap(self.plan, self.actor)
         logger.info("%s", choice)
         sys.stdout.write(choice + "\n")

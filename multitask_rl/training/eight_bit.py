@@ -64,7 +64,7 @@ class EightBitAdamW(torch.optim.Optimizer):
         # the same numbers for every parameter and process: a resumed run draws them again
         generator = torch.Generator(parameter.device).manual_seed(step)
         weights = parameter.detach().reshape(-1)
-        grads = parameter.grad.reshape(-1)  # type: ignore[union-attr]
+        grads = parameter.grad.reshape(-1).float()  # type: ignore[union-attr]
         for start in range(0, len(weights), AT_ONCE):
             part = slice(start, min(start + AT_ONCE, len(weights)))
             grad = grads[part]

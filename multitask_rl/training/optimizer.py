@@ -130,7 +130,8 @@ class ActorCriticOptimizer:
         """
         if self.scales_loss:
             grads = [p.grad for group in self.parameters for p in group if p.grad is not None]
-            torch._foreach_div_(grads, self.loss_scale)
+            if grads:  # a step without a gradient moves nothing
+                torch._foreach_div_(grads, self.loss_scale)
         self._sharing.sum_gradients()
         norms = self._sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):

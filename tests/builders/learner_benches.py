@@ -47,11 +47,12 @@ class Bench:
         weights="actor",
         training=None,
         moments="float32",
+        engine="hf",
         **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
-            rollout=RolloutConfig(engine_config={"weights": weights}),
+            rollout=RolloutConfig(engine=engine, engine_config={"weights": weights}),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
             optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0, moments=moments),
             training=training or TrainingConfig(),
@@ -248,6 +249,30 @@ def assert_a_call_beside_unfetched_samples_is_refused(bench):
     assert bench.backend.step_start_outputs(
         "b", [bench.credited[0].sample], want_values=False, want_ref=False
     )
+
+
+def assert_an_interrupt_while_sampling_leaves_the_ranks_usable(bench):
+    sampling = SamplingParams(max_new_tokens=40)
+    requests = [GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i]) for i in range(8)]
+    alone, own = (
+        HFEngine.build(bench.actor, bench.config.rollout, seed=0, output_dir=Path("unused")) for _ in "ab"
+    )
+    engine = bench.backend.spread(own)
+    passed = []
+
+    def interrupt():
+        passed.append(1)
+        if len(passed) == 3:
+            raise KeyboardInterrupt
+
+    own.call_between_steps(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests)
+    assert moments(bench), "a checkpoint can be written"
+    expected, found = alone.generate(requests), engine.generate(requests)
+    assert [g.response_ids for group in found for g in group] == [
+        g.response_ids for group in expected for g in group
+    ]
 
 
 def assert_same_weights(found, expected):

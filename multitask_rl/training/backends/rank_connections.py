@@ -111,6 +111,11 @@ class RankConnections:
             self._inbox.put((rank, kind, content, time.monotonic()))
         self.on_lost()
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank has ended or a call was interrupted, so that every call fails."""
+        return self._lost is not None
+
     def send(self, rank: int, message: Any) -> None:
         """Send ``message`` to ``rank``; errors as of ``receive``, and ``pickle.PicklingError``."""
         if self._lost is not None:

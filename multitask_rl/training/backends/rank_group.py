@@ -12,7 +12,7 @@ import copy
 import math
 import pickle
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -23,7 +23,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream
-from multitask_rl.records import TrainSample
+from multitask_rl.records import Event, TrainSample
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.seeding import derive_seed
 from multitask_rl.tracking.timeline import Span
@@ -111,7 +111,8 @@ class RankGroup(TrainingBackend):
         """Version of each tensor that the other ranks have."""
         self._places: dict[int, int] = {}
         """Number of a tensor -> number of the sharded parameter that it is."""
-        self._is_busy = False
+        self._is_busy = self._keeps_turns = False
+        """``_keeps_turns``: engines may keep keys and values of turns."""
         self._num_threads = num_threads
         self._metrics: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Span]] = []
@@ -232,8 +233,6 @@ class RankGroup(TrainingBackend):
             if self._num_threads:
                 torch.set_num_threads(self._num_threads)
             yield
-        except GeneratorExit:  # the caller does not want the remaining samples
-            raise
         except BaseException as error:
             self._connections.give_up(repr(error))
             raise
@@ -293,7 +292,7 @@ class RankGroup(TrainingBackend):
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
         """Return an engine that samples on all ranks; ``engine`` if its weights are its own or cut."""
         can_spread = engine.shares_weights and self._rank.own is self._main
-        return SpreadEngine(engine, self.sample) if can_spread else engine
+        return SpreadEngine(engine, self) if can_spread else engine
 
     def sample(self, requests: Sequence[GenerationRequest], own: _OwnStream) -> Iterator[list[Ended]]:
         """Yield the samples of ``requests`` as they end. Every rank samples some.
@@ -305,31 +304,47 @@ class RankGroup(TrainingBackend):
         shares = share_out([most_tokens(requests[i]) for i in free], self.num_ranks)
         indices = [[free[position] for position in share] for share in shares]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
-        connections, busy = self._connections, set[int]()
+        connections, owed = self._connections, Counter[int]()
+        """``owed``: answers that a rank has still to send, by rank."""
+        self._keeps_turns |= any(request.conversations for request in requests)
 
         def received(until: float | None = None) -> Iterator[list[Ended]]:
             """Yield what the other ranks send until all are done, or until nothing has come at ``until``."""
-            while busy and (message := connections.receive("sampling", sorted(busy), until)):
+            while late := [rank for rank, number in owed.items() if number]:
+                message = connections.receive("sampling", late, until)
+                if message is None:
+                    break
                 rank, kind, content = message
                 if kind == "done":
-                    busy.discard(rank)
+                    owed[rank] -= 1
                 else:
                     yield [(indices[rank][i], j, generation) for i, j, generation in content]
 
+        ended_by: BaseException | None = None
         with self._at_work():
             try:
                 for rank in self._others:
                     if indices[rank]:
                         connections.send(rank, ("sample", ([requests[i] for i in indices[rank]],)))
-                        busy.add(rank)
+                        owed[rank] = 1
                 for ended in own([requests[i] for i in indices[0]]):
                     yield [(indices[0][i], j, generation) for i, j, generation in ended]
                     yield from received(until=time.monotonic())
                 yield from received()
-            except GeneratorExit:
+            except BaseException as error:  # noqa: BLE001 - raised below, when all ranks can be called again
+                ended_by = error
+                for rank in [rank for rank, number in owed.items() if number]:
+                    connections.send(rank, ("stop", ()))
+                    owed[rank] += 1
                 for _ in received():
-                    pass  # the next call needs an empty connection
-                raise
+                    pass
+        if ended_by is not None:
+            raise ended_by
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """Let the other ranks drop keys and values, but not those of ``conversations``."""
+        if self._keeps_turns and not self._connections.has_lost:
+            self._call("retain", list(conversations))
 
     def ema_update(self) -> None:
         """See ``TrainingBackend``."""
@@ -463,25 +478,34 @@ class RankGroup(TrainingBackend):
 
 
 class SpreadEngine(RolloutEngine):
-    """``engine`` in rank 0 and one like it in every other rank; ``sample`` is ``RankGroup.sample``.
+    """``engine`` in rank 0 and one like it in every other rank of ``group``.
 
     A sample carries its seed: the rank that draws it changes only the last bits of its log-probabilities.
     """
 
     shares_weights = True
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        sample: Callable[[Sequence[GenerationRequest], _OwnStream], Iterator[list[Ended]]],
-    ) -> None:
-        self._engine, self._sample = engine, sample
+    def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
+        self._engine, self._group = engine, group
         self.can_watch = engine.can_watch
         self.policy_version = engine.policy_version
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end (see ``RolloutEngine``)."""
-        return self._sample(requests, self._engine.generate_stream)
+        return self._group.sample(requests, self._engine.generate_stream)
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.retain(conversations)
+        self._group.retain(conversations)
+
+    def sleep(self) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.sleep()
+
+    def health_events(self, step: int) -> list[Event]:
+        """See ``RolloutEngine``."""
+        return self._engine.health_events(step)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> None:
         """Note the version; the weights are the actor's own."""

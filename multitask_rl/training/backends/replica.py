@@ -232,6 +232,9 @@ class Rank:
         self._has_new_weights = True
         return None if self.ranks.peer_index else result
 
+    def retain(self, conversations: Sequence[int]) -> None:
+        """Do nothing at rank 0, whose engine is another's; see ``Replica``."""
+
     def score_texts(self, samples: Sequence[TrainSample], with_kl: bool, task: str) -> Any:
         """Return ``ModelRunner.score_texts`` at rank 0, None elsewhere; all ranks compute all samples."""
         found = self.own.runner.score_texts(samples, with_kl=with_kl, task=task)
@@ -275,6 +278,10 @@ class Rank:
         return {name: tensor for name, tensor in found.items() if self.state.is_first(name)}
 
 
+class _Stopped(Exception):
+    """Rank 0 has called while this rank samples: it wants no more samples, or is gone."""
+
+
 class Replica(Rank):
     """A rank other than the trainer's."""
 
@@ -307,8 +314,22 @@ class Replica(Rank):
             kind = load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine)
             directory = Path(config.output_dir) / f"rank{self.ranks.rank}"
             self._engine = build_engine(kind, actor, config.rollout, seed=config.seed, output_dir=directory)
+            self._engine.call_between_steps(self._look_for_calls)
         elif self._has_new_weights:  # they are in the actor's tensors; the engine may hold a copy
             self._engine.update_weights({}, actor.policy_version)
         self._has_new_weights = False
-        for ended in self._engine.generate_stream(requests):
-            self._channel.send(("ended", ended))
+        with contextlib.suppress(_Stopped):
+            for ended in self._engine.generate_stream(requests):
+                self._channel.send(("ended", ended))
+
+    def stop(self) -> None:
+        """Be called while ``sample`` is at work: its hook sees the call and ends the stream."""
+
+    def retain(self, conversations: Sequence[int]) -> None:
+        """Drop keys and values of turns, but not those of ``conversations``."""
+        if self._engine is not None:
+            self._engine.retain(conversations)
+
+    def _look_for_calls(self) -> None:
+        if self._channel.has_news():
+            raise _Stopped

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from model_builders import build_model, build_tokenizer
+from model_builders import build_actor, build_model, build_tokenizer
 from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer
 from multitask_rl.config import get_ppo_default_config
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.rollout.hf import HFEngine
 from plain_rewards import digits
 
 PROMPTS = [f"{i}+{i}=" for i in range(8)]
@@ -150,3 +151,41 @@ def test_a_run_configuration_is_taken_as_it_is(tmp_path: Path) -> None:
     trainer = RLTrainer(build_model(), build_tokenizer(), algorithm="grpo", config=run, reward_fn=digits)
     trainer.train(PROMPTS)
     assert (tmp_path / "own" / "metrics.jsonl").is_file()
+
+
+def test_the_seed_of_the_run_is_that_of_its_adapters(tmp_path: Path) -> None:
+    build_actor().save(tmp_path / "model")
+
+    def adapters(seed: int) -> dict[str, torch.Tensor]:
+        model = ModelConfig(name_or_path=str(tmp_path / "model"), lora=LoraConfig(rank=2))
+        actor = RLTrainer(config=RunConfig(model=model, seed=seed, device_map={"actor": "cpu"})).actor
+        return {name: p for name, p in actor.model.named_parameters() if "lora_A" in name}
+
+    first, again, other = adapters(1), adapters(1), adapters(2)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_an_engine_that_shares_the_weights_is_not_overlapped_with_their_update(tmp_path: Path) -> None:
+    actor = build_actor()
+    engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0)
+    trainer = RLTrainer(actor, config=config(tmp_path), reward_fn=digits, engine=engine).open(PROMPTS)
+    with pytest.raises(ConfigError, match=r"an engine given from Python .*enable_3d_hybrid_engine"):
+        trainer.enable_3d_hybrid_engine()
+    assert trainer.config.rollout.max_staleness == 0
+    assert trainer.train_step().step == 0
+    trainer.close()
+
+
+def test_torchrun_keeps_the_devices_that_were_asked_for_in_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("multitask_rl.trainer.torchrun_size", lambda: 2)
+    found = []
+    for own in ({"actor": "cpu:0-1 sharded"}, {}):
+        actor = build_actor()
+        actor.device_map = own
+        trainer = RLTrainer(actor, config=config(tmp_path), reward_fn=digits).open(PROMPTS)
+        found.append(trainer.config.device_map["actor"])
+        trainer.close()
+    assert found == ["cpu:0-1 sharded", "cpu:0-1"]

@@ -169,6 +169,15 @@ def test_after_a_rollback_to_the_last_good_weights_they_are_still_compared_with(
     assert not again.judged_good
 
 
+def test_after_a_rollback_past_the_last_good_weights_theirs_are_not_compared_with() -> None:
+    guard = _guard(threshold_delta=-0.2, cooldown_steps=10)
+    decisions = _run(guard, [0.3] * 6 + [0.5, 0.64, 0.64, 0.1])
+    assert decisions[-1].action is GuardAction.rollback
+    guard.rolled_back(CheckpointInfo(step=50, judged_good=True), step=50)
+    assert guard.observe(60, _constant({"a": 0.3, "b": 0.7}, 60)).judged_good
+    assert not guard.observe(70, _constant({"a": 0.2, "b": 0.7}, 70)).judged_good
+
+
 def test_many_clean_metrics_together_are_as_good_as_one() -> None:
     """200 tasks of 64 prompts at a constant level: chance alone lowers one of them by the threshold."""
     stream = np.random.default_rng(5)
@@ -249,6 +258,22 @@ def test_something_changes_so_that_the_failure_is_not_replayed() -> None:
         1.0,
         1.0,
     ]
+
+
+def test_neither_a_recovery_nor_a_milder_action_ends_the_slower_learning_rate() -> None:
+    guard = _guard(cooldown_steps=20, lr_hold_steps=500, lr_rewarm_steps=100, ladder=["reweight", "rollback"])
+    deep = _run(guard, [0.6] * 10 + [0.1])[-1]
+    assert deep.action is GuardAction.rollback
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    decisions = _run(guard, [0.6] * 8, start=100)
+    assert "recovered" in [event.kind for d in decisions for event in d.events]
+    assert [guard.lr_factor(step) for step in (180, 580, 640, 700)] == [0.5, 0.5, 0.75, 1.0]
+    actions = [d.action for d in _run(guard, [0.48] * 6, start=180)]
+    assert GuardAction.reweight in actions
+    copy = _guard(cooldown_steps=20, lr_hold_steps=500, lr_rewarm_steps=100, ladder=["reweight", "rollback"])
+    copy.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    for one in (guard, copy):
+        assert [one.lr_factor(step) for step in (180, 580, 640, 700)] == [0.5, 0.5, 0.75, 1.0]
 
 
 def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
@@ -601,6 +626,14 @@ def test_unknown_task_and_bad_settings_are_errors() -> None:
         SafetyGuard(cusumlimit=3)
     with pytest.raises(ConfigError, match="ladder"):
         SafetyGuard(ladder=["rollback", "reweight"])
+    with pytest.raises(ConfigError, match="confirm_z"):
+        SafetyGuard(confirm_z=-1.0)
+
+
+def test_a_test_that_hardly_ever_acts_is_a_test_all_the_same() -> None:
+    guard = _guard("abcdefgh", confirm_z=30.0)
+    decisions = _run(guard, [0.6] * 8 + [0.5] * 3)
+    assert [d.action for d in decisions] == [GuardAction.keep] * 11
 
 
 def test_metrics_are_named_per_watched_metric() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import CheckpointConfig, ModelConfig
+from multitask_rl.config.run import CheckpointConfig, CriticConfig, ModelConfig, OptimizerConfig
 from multitask_rl.run import estimate
 from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
@@ -45,6 +45,50 @@ def test_weights_optimizer_and_checkpoints_are_counted_as_a_run_makes_them(here,
     (*_, newest) = sorted(Path(config.output_dir, "checkpoints").iterdir())
     size = sum(f.stat().st_size for f in newest.rglob("*.safetensors"))
     assert disk["a checkpoint"] == pytest.approx(size, rel=0.1)  # the files' own heads
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        ("bfloat16", {"critic": CriticConfig(trunk="separate")}),
+        ("float32", {"critic": CriticConfig(trunk="separate"), "optimizer": OptimizerConfig(moments="host")}),
+        ("bfloat16", {}),
+    ],
+)
+def test_a_critic_of_its_own_and_the_average_of_a_reference_are_counted(tmp_path, dtype, changes):
+    ppo = "  valued: {type: ppo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+    write_run(tmp_path, KL + ppo)
+    decay = 1.0 if changes else 0.9
+    model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype=dtype, reference_decay=decay)
+    checkpoint = CheckpointConfig(every=1, keep=1)
+    trainer = Trainer.from_config(
+        run_config(tmp_path, "run", 2, model=model, checkpoint=checkpoint, **changes)
+    )
+    shape = estimate.read_shape(model)
+    memory = estimate.estimate_memory(
+        trainer.plan, shape, estimate.step_workload(trainer.plan, build_tokenizer())
+    )
+    disk = estimate.estimate_disk(trainer.plan, shape.parameters, shape.trainable, 20)
+    trainer.train()
+    weights_and_gradients = shape.parameters * (memory["weights"] / shape.parameters + 4)
+    optimizer = memory["optimizer"]
+    optimizer += memory["critic"] - weights_and_gradients if "critic" in memory else 0.0
+    assert optimizer == pytest.approx(trainer.parts.learner.backend.optimizer_bytes, rel=0.02)
+    assert ("average of the reference" in memory) == (decay < 1.0)
+    (*_, newest) = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    size = sum(f.stat().st_size for f in newest.rglob("*.safetensors"))
+    assert disk["a checkpoint"] == pytest.approx(size, rel=0.1)
+
+
+def test_a_teacher_is_counted_once_for_all_its_tasks(here, tmp_path):
+    distill = "{type: distill, dataset: copy.jsonl, teacher: actor}"
+    write_run(tmp_path, f"tasks:\n  one: {distill}\n  two: {distill}\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        plan = plan_run(run_config(tmp_path, "planned", 1))
+        shape = estimate.read_shape(plan.config.model)
+        memory = estimate.estimate_memory(plan, shape, estimate.step_workload(plan, build_tokenizer()))
+    assert memory["teachers"] == memory["weights"] == 4 * shape.parameters
 
 
 @pytest.mark.parametrize(("weight", "expected"), [(1.0, True), (0.0, False)])

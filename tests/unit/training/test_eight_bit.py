@@ -162,3 +162,13 @@ def test_moments_take_a_quarter_of_the_bytes():
         optimizer.step(1.0)
         sizes[moments_of] = optimizer.state_bytes
     assert sizes["int8"] < 0.26 * sizes["float32"]
+
+
+def test_weights_of_float64_move():
+    weight = torch.nn.Parameter(torch.zeros(64, 64, dtype=torch.float64))
+    optimizer = ActorCriticOptimizer(
+        [weight], [], OptimizerConfig(moments="int8", learning_rate=1e-2), CriticConfig()
+    )
+    weight.grad = torch.ones_like(weight)
+    optimizer.step(1.0)
+    torch.testing.assert_close(weight.detach(), torch.full_like(weight, -1e-2), rtol=1e-3, atol=0.0)

@@ -48,6 +48,22 @@ def test_gradients_that_float16_cannot_hold_are_those_of_float32(shares):
     assert {p.dtype for p in half.actor.model.parameters()} == {torch.float16}
 
 
+def test_a_step_and_a_rank_without_a_gradient_move_nothing():
+    scored = sample_scored(build_actor(), groups=2)
+    bench = Bench(actor=half_actor())
+    before = {name: p.detach().clone() for name, p in parameters_of(bench).items()}
+    assert bench.main.optimizer.step(1.0) == {}
+    assert all(torch.equal(p, before[name]) for name, p in parameters_of(bench).items())
+    one = [sample for sample in scored if sample.rollout.task == "a"][:1]
+    group = RanksBench(actor=half_actor(), num_ranks=2)
+    try:
+        assert group.update(one).metrics["skipped_updates"] == 0.0
+        bench.update(one)
+        assert relative_difference(moved_by(group), moved_by(bench)) < 0.02
+    finally:
+        group.backend.close()
+
+
 def test_an_overflow_lowers_the_scale_which_then_rises(monkeypatch):
     scored = sample_scored(build_actor(), groups=2)
     bench = Bench(actor=half_actor())

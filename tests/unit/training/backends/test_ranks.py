@@ -17,6 +17,7 @@ from learner_benches import (
     RanksBench,
     assert_a_call_beside_unfetched_samples_is_refused,
     assert_a_gradient_that_is_not_finite_moves_nothing,
+    assert_an_interrupt_while_sampling_leaves_the_ranks_usable,
     assert_ranks_sample_as_one_does,
     assert_same_numbers,
     moments,
@@ -77,6 +78,7 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
         assert_a_gradient_that_is_not_finite_moves_nothing(group)
         assert_ranks_sample_as_one_does(group)
         assert_a_call_beside_unfetched_samples_is_refused(group)
+        assert_an_interrupt_while_sampling_leaves_the_ranks_usable(group)
         # what a rank raises is raised here: the cheaper sample goes to the other ranks
         broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []
@@ -111,6 +113,33 @@ def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_k
             list(samples)
         with pytest.raises(TrainingError, match="rank 1 was killed by SIGKILL"):  # no call waits for it again
             group.update(scored)
+    finally:
+        group.backend.close()
+
+
+def test_keys_and_values_of_ended_conversations_are_dropped_in_every_rank(tmp_path):
+    (tmp_path / "noting.py").write_text(
+        "from pathlib import Path\n\nfrom multitask_rl.rollout.hf import HFEngine\n\n\n"
+        "class Noting(HFEngine):\n"
+        "    def retain(self, conversations):\n"
+        "        super().retain(conversations)\n"
+        "        with (Path(__file__).parent / 'retained').open('a') as file:\n"
+        "            print(sorted(conversations), file=file)\n"
+    )
+    group = RanksBench(num_ranks=2, engine=f"{tmp_path / 'noting.py'}:Noting")
+    try:
+        own = HFEngine.build(group.actor, group.config.rollout, seed=0, output_dir=Path("unused"))
+        engine, sampling = group.backend.spread(own), SamplingParams(max_new_tokens=4)
+        engine.retain([])  # nothing is kept yet: no rank is asked
+        engine.generate(
+            [
+                GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i], conversations=[i])
+                for i in range(4)
+            ]
+        )
+        engine.retain([3])
+        engine.retain([])
+        assert (tmp_path / "retained").read_text().splitlines() == ["[3]", "[]"]
     finally:
         group.backend.close()
 
