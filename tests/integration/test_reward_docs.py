@@ -51,17 +51,20 @@ def shell(folder: Path, program: str, arguments: list[str]) -> None:
 def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
     blocks = BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
     assert blocks
-    script = ""
-    for language, file, text in blocks:
+    script, has_run = "", True
+    # the Python of a page is one script; it runs before the commands behind it, and at the end
+    for language, file, text in [*blocks, ("end", "", "")]:
         if file:
             (tmp_path / file).write_text(text)
         elif language == "python":
-            script += text
-            (tmp_path / "example_on_the_page.py").write_text(script)
-            if '"MODEL"' in text:
-                build_actor().save(tmp_path / "MODEL")
-            shell(tmp_path, "python", ["example_on_the_page.py"])
-        elif language == "bash":
+            script, has_run = script + text, False
+        elif language in ("bash", "end"):
+            if not has_run:
+                (tmp_path / "example_on_the_page.py").write_text(script)
+                if '"MODEL"' in script:
+                    build_actor().save(tmp_path / "MODEL")
+                shell(tmp_path, "python", ["example_on_the_page.py"])
+                has_run = True
             for line in text.replace("\\\n", "").splitlines():
                 command(line, tmp_path)
 
