@@ -12,7 +12,7 @@ from .cases import draw_case
 from .compare import Comparison, compare
 
 NAIVE = sorted((Path(__file__).parent / "naive").glob("*.py"))
-COMBINATIONS = 300
+COMBINATIONS = 200
 AT_ONCE = 10
 
 
