@@ -3,7 +3,8 @@
     python benchmarks/chat_speed.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json sampling.json
     python benchmarks/chat_speed.py --engines ours-step-float32 trl-step-float32 --steps 3 --json step.json
 
-Sampling compares our engine with ``model.generate`` and vLLM; a step compares our trainer with TRL's
+Sampling compares our engine with ``model.generate``, vLLM and ``products``, the matrix products of decoding
+alone, which no engine can leave out: the limit of this machine. A step compares our trainer with TRL's
 ``GRPOTrainer``. Every side is a process of its own with the same prompts, lengths and temperature. The sides
 take turns. A ratio is the median over the turns of our tokens per second of processor time over those of the
 other side: other work on the machine hardly changes it. A side that is not installed is left out with a
@@ -24,7 +25,10 @@ from speed import Side, machine, trl_python
 SCRIPTS = {"ours-step": "chat_step.py", "trl-step": "chat_trl.py"}
 """Sides of a whole step; ``chat.py`` serves the others."""
 ENGINES = ["ours-float32", "ours-bfloat16", "generate-float32", "generate-bfloat16", "vllm-bfloat16"]
-HELP = f"{' '.join(ENGINES)}; of a whole step {' '.join(SCRIPTS)}, each with -float32 or -bfloat16"
+HELP = (
+    f"{' '.join(ENGINES)} products-float32; of a whole step {' '.join(SCRIPTS)}, each with -float32 or "
+    "-bfloat16"
+)
 WARMUP = 1
 
 

@@ -102,12 +102,37 @@ def vllm() -> Callable[[list[list[int]], int], int]:
     return sample
 
 
+def products() -> Callable[[list[list[int]], int], int]:
+    """Return the matrix products of decoding alone, all rows to the last token: what no engine can leave out.
+
+    The answers are no answers. Prompts, attention, norms, activations and sampling are left out.
+    """
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype)).eval()
+    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    rows = args.prompts * args.group
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
+
+    def sample(prompts: list[list[int]], step: int) -> int:
+        with torch.inference_mode():
+            for _ in range(args.new_tokens):
+                for weight in weights:
+                    torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+        return rows * args.new_tokens
+
+    return sample
+
+
 def _process_seconds() -> float:
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system
 
 
-sample: Callable[[list[list[int]], int], int] = {"ours": ours, "generate": generate, "vllm": vllm}[name]()
+sample: Callable[[list[list[int]], int], int] = {
+    "ours": ours,
+    "generate": generate,
+    "vllm": vllm,
+    "products": products,
+}[name]()
 
 
 def step(number: int) -> dict[str, float]:
