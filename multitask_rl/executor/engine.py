@@ -28,7 +28,7 @@ from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
 from multitask_rl.records import Event
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.rollout.snapshot import build_engine
-from multitask_rl.training.balance import share_out
+from multitask_rl.training.balance import Homes, share_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -129,8 +129,7 @@ class RayEngine(RolloutEngine):
         beat_s = min(_BEAT_S, ray.engine_timeout_s / 4)
         self.can_watch = engine.can_watch
         self._limit_s, self._room_within_s = ray.engine_timeout_s, ray.room_timeout_s
-        self._homes: dict[int, int] = {}
-        """Conversation -> replica that sampled its last turn."""
+        self._homes = Homes()
         self._ready: set[int] = set()
         """Replicas with the newest weights."""
         self._joining: dict[Any, ActorCall] = {}
@@ -190,7 +189,7 @@ class RayEngine(RolloutEngine):
         try:
             if unfinished:
                 self._wait_for(1)
-                for index, chosen in self._shares(requests).items():
+                for index, chosen in self._homes.deal(requests, sorted(self._ready)).items():
                     begin(index, [(i, j) for i in chosen for j in range(len(requests[i].seeds))])
             while unfinished and (calls or waiting):
                 waiting &= unfinished
@@ -298,7 +297,7 @@ class RayEngine(RolloutEngine):
         """Start the dead replica ``index`` again; if it never was ready since, not before the next update."""
         group = self._open()
         self._ready.discard(index)
-        self._homes = {c: home for c, home in self._homes.items() if home != index}
+        self._homes.leave(index)
         self._deaths[index] += 1
         self._absent.add(index)
         if self._deaths[index] <= 2:  # each update tries again
@@ -329,27 +328,12 @@ class RayEngine(RolloutEngine):
                     "checkpoint is intact: add nodes and start the same command again"
                 )
 
-    def _shares(self, requests: Sequence[GenerationRequest]) -> dict[int, list[int]]:
-        """Return the requests of each replica: a turn goes where the turns before it were sampled."""
-        ready = sorted(self._ready)
-        homes = [next((self._homes[c] for c in r.conversations if c in self._homes), None) for r in requests]
-        new = [i for i, home in enumerate(homes) if home not in self._ready]
-        dealt = share_out([most_tokens(requests[i]) for i in new], len(ready))
-        shares = {index: [new[i] for i in share] for index, share in zip(ready, dealt, strict=True)}
-        for i, home in enumerate(homes):
-            if home in self._ready:
-                shares[home].append(i)
-        for home, share in shares.items():
-            for i in share:
-                self._homes.update(dict.fromkeys(requests[i].conversations, home))
-        return {index: share for index, share in shares.items() if share}
-
     def retain(self, conversations: Collection[int]) -> None:
         """See ``RolloutEngine``."""
         if not self._homes:
             return
         group = self._open()
-        self._homes = {c: home for c, home in self._homes.items() if c in conversations}
+        self._homes.retain(conversations)
         for index in self._ready:  # that one died is found at the next call
             group.submit(index, "retain", list(conversations))
 

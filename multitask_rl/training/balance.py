@@ -1,8 +1,10 @@
-"""Divides samples among learner ranks so that all end at about the same time."""
+"""Divides samples among learner ranks, and requests among engines, so that all end at about the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+from multitask_rl.rollout.base import GenerationRequest, most_tokens
 
 
 def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
@@ -56,3 +58,40 @@ def deal(
             whole.append(group)
     shares = share_out([cost(group) for group in whole], number)
     return [sorted(i for position in share for i in whole[position]) for share in shares]
+
+
+class Homes:
+    """Which of several engines samples a request: a turn goes where the turns before it were sampled."""
+
+    def __init__(self) -> None:
+        self._homes: dict[int, int] = {}
+        """Conversation -> engine that keeps its keys and values."""
+
+    def __bool__(self) -> bool:
+        """Whether an engine may keep something."""
+        return bool(self._homes)
+
+    def deal(self, requests: Sequence[GenerationRequest], engines: Collection[int]) -> dict[int, list[int]]:
+        """Return the positions of requests by engine; those without a home are shared out by their tokens.
+
+        Engines without a request are left out.
+        """
+        known = [next((self._homes[c] for c in r.conversations if c in self._homes), None) for r in requests]
+        new = [i for i, home in enumerate(known) if home not in engines]
+        dealt = share_out([most_tokens(requests[i]) for i in new], len(engines))
+        shares = {engine: [new[i] for i in share] for engine, share in zip(engines, dealt, strict=True)}
+        for i, home in enumerate(known):
+            if home is not None and home in engines:
+                shares[home].append(i)
+        for home, share in shares.items():
+            for i in share:
+                self._homes.update(dict.fromkeys(requests[i].conversations, home))
+        return {engine: sorted(share) for engine, share in shares.items() if share}
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """Forget all but ``conversations``."""
+        self._homes = {c: home for c, home in self._homes.items() if c in conversations}
+
+    def leave(self, engine: int) -> None:
+        """Forget what the engine kept: it is gone."""
+        self._homes = {c: home for c, home in self._homes.items() if home != engine}

@@ -24,7 +24,7 @@ from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream
 from multitask_rl.records import Event, TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
 from multitask_rl.seeding import derive_seed
 from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import (
@@ -41,7 +41,7 @@ from multitask_rl.training.backends.ranks import Ranks, Traffic, host_store
 from multitask_rl.training.backends.replica import Rank, Setup
 from multitask_rl.training.backends.sharded import Shards, check_shardable, probe
 from multitask_rl.training.backends.skeleton import freeze
-from multitask_rl.training.balance import deal, share_out
+from multitask_rl.training.balance import Homes, deal
 from multitask_rl.training.forward import split_head
 from multitask_rl.training.optimizer import fitting_state
 from multitask_rl.training.runner import Passes
@@ -111,8 +111,8 @@ class RankGroup(TrainingBackend):
         """Version of each tensor that the other ranks have."""
         self._places: dict[int, int] = {}
         """Number of a tensor -> number of the sharded parameter that it is."""
-        self._is_busy = self._keeps_turns = False
-        """``_keeps_turns``: engines may keep keys and values of turns."""
+        self._is_busy = False
+        self._homes = Homes()
         self._num_threads = num_threads
         self._metrics: dict[str, float] = defaultdict(float)
         self._spans: list[tuple[str, Span]] = []
@@ -301,12 +301,11 @@ class RankGroup(TrainingBackend):
         """
         self._synchronise()
         free = [i for i, request in enumerate(requests) if request.watch is None]
-        shares = share_out([most_tokens(requests[i]) for i in free], self.num_ranks)
-        indices = [[free[position] for position in share] for share in shares]
+        shares = self._homes.deal([requests[i] for i in free], range(self.num_ranks))
+        indices = [[free[position] for position in shares.get(rank, ())] for rank in range(self.num_ranks)]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
         connections, owed = self._connections, Counter[int]()
         """``owed``: answers that a rank has still to send, by rank."""
-        self._keeps_turns |= any(request.conversations for request in requests)
 
         def received(until: float | None = None) -> Iterator[list[Ended]]:
             """Yield what the other ranks send until all are done, or until nothing has come at ``until``."""
@@ -343,7 +342,8 @@ class RankGroup(TrainingBackend):
 
     def retain(self, conversations: Collection[int]) -> None:
         """Let the other ranks drop keys and values, but not those of ``conversations``."""
-        if self._keeps_turns and not self._connections.has_lost:
+        if self._homes and not self._connections.has_lost:
+            self._homes.retain(conversations)
             self._call("retain", list(conversations))
 
     def ema_update(self) -> None:

@@ -117,29 +117,51 @@ def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_k
         group.backend.close()
 
 
-def test_keys_and_values_of_ended_conversations_are_dropped_in_every_rank(tmp_path):
-    (tmp_path / "noting.py").write_text(
-        "from pathlib import Path\n\nfrom multitask_rl.rollout.hf import HFEngine\n\n\n"
-        "class Noting(HFEngine):\n"
-        "    def retain(self, conversations):\n"
-        "        super().retain(conversations)\n"
-        "        with (Path(__file__).parent / 'retained').open('a') as file:\n"
-        "            print(sorted(conversations), file=file)\n"
-    )
+NOTING = """
+from pathlib import Path
+
+from multitask_rl.rollout.hf import HFEngine
+
+
+class Noting(HFEngine):
+    def generate_stream(self, requests):
+        self.note("samples", [c for request in requests for c in request.conversations])
+        return super().generate_stream(requests)
+
+    def retain(self, conversations):
+        self.note("retains", conversations)
+        super().retain(conversations)
+
+    def note(self, what, conversations):
+        with (Path(__file__).parent / "notes").open("a") as file:
+            print(what, sorted(conversations), file=file)
+"""
+
+
+def test_a_rank_samples_all_turns_of_a_conversation_and_then_drops_its_keys_and_values(tmp_path):
+    (tmp_path / "noting.py").write_text(NOTING)
     group = RanksBench(num_ranks=2, engine=f"{tmp_path / 'noting.py'}:Noting")
+    sampling = SamplingParams(max_new_tokens=4)
+
+    def turn(conversations, length):
+        return [
+            GenerationRequest(prompt_ids=[2 + i] * length, sampling=sampling, seeds=[i], conversations=[i])
+            for i in conversations
+        ]
+
     try:
         own = HFEngine.build(group.actor, group.config.rollout, seed=0, output_dir=Path("unused"))
-        engine, sampling = group.backend.spread(own), SamplingParams(max_new_tokens=4)
+        engine = group.backend.spread(own)
         engine.retain([])  # nothing is kept yet: no rank is asked
-        engine.generate(
-            [
-                GenerationRequest(prompt_ids=[2 + i], sampling=sampling, seeds=[i], conversations=[i])
-                for i in range(4)
-            ]
-        )
+        engine.generate(turn(range(4), 1))
+        # dealt anew, the longest of the two would change places
+        engine.generate([*turn([0, 1], 9), *turn([2, 3], 3)])
         engine.retain([3])
         engine.retain([])
-        assert (tmp_path / "retained").read_text().splitlines() == ["[3]", "[]"]
+        first, second, *after = (tmp_path / "notes").read_text().splitlines()
+        assert first == second
+        assert first.startswith("samples [")
+        assert after == ["retains [3]", "retains []"]
     finally:
         group.backend.close()
 
