@@ -318,7 +318,8 @@ def _mlflow(output: Path) -> dict[str, Any]:
             is_clocked = any(word in name for word in CLOCKED)
             points[name, point.step, 0.0 if is_clocked else point.value] += 1
     parameters = {k: v for k, v in run.data.params.items() if "output_dir" not in k}
-    tags = {k: v for k, v in run.data.tags.items() if not k.startswith(("mlflow.", "multitask_rl."))}
+    left_out = ("mlflow.", "multitask_rl.", "event.engine.")
+    tags = {k: v for k, v in run.data.tags.items() if not k.startswith(left_out)}
     return {
         "mlflow runs": [run.info.status],
         "mlflow parameters": parameters,
