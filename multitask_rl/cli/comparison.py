@@ -178,9 +178,9 @@ def _read_all(
 def _expanded(name: str) -> list[str]:
     """Return the runs that a name stands for: itself, or the runs in a directory of a sweep."""
     path = Path(name)
-    if name.startswith("mlflow:") or not path.is_dir() or (path / "evaluations.jsonl").exists():
-        return [name]
     marks = ("evaluations.jsonl", "config.yaml", "metrics.jsonl")
+    if name.startswith("mlflow:") or not path.is_dir() or any((path / mark).exists() for mark in marks):
+        return [name]
     found = [child for child in path.iterdir() if any((child / mark).is_file() for mark in marks)]
     found.sort(key=lambda child: (not child.name.isdigit(), child.name.zfill(9), child.name))
     return [str(child) for child in found] or [name]
@@ -344,8 +344,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
     for index, other in enumerate(others):
         for task in (task for task in base.tasks if task in other.tasks):
             pair = _pair(base, other, task, step)
-            kinds = [(e.metric, e.direction) for side in (pair.first, pair.second) for e in side]
-            if len(set(kinds)) > 1:
+            if len({_kind(e) for side in (pair.first, pair.second) for e in side}) > 1:
                 notes.append(
                     f"task {task!r} is judged by {pair.first[0].metric!r} in {base.name} and by "
                     f"{pair.second[0].metric!r} in {other.name}: compare runs with the same primary_metric"
@@ -399,10 +398,12 @@ def costs(
     Without ``level`` it is the mean of the first arm at ``step`` (None = its last), per task. A run reaches
     it with the first evaluation whose mean is as good. Numbers are means over the runs that have them.
     """
-    levels = {}
+    levels, kinds = {}, {}
     for task in arms[0].tasks:
-        means = [evaluation.mean for evaluation in arms[0].evaluations(task, step)]
-        levels[task] = math.fsum(means) / len(means) if level is None else level
+        chosen = arms[0].evaluations(task, step)
+        kinds[task] = _kind(chosen[0])
+        means = [e.mean for e in chosen if math.isfinite(e.mean)]
+        levels[task] = level if level is not None else math.fsum(means) / len(means) if means else math.nan
     spent: list[dict[str, float]] = []
     reached: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -410,18 +411,24 @@ def costs(
         spent.append(_mean_costs([spending.total for spending in of_runs]))
         reached.append({})
         for task, goal in levels.items():
-            found = [
-                next((spending.at(e.step) for e in run.evaluations[task] if _is_as_good(e, goal)), None)
-                for run, spending in zip(arm.runs, of_runs, strict=True)
-                if task in run.evaluations
-            ]
-            there = [own for own in found if own is not None]
+            found = []
+            for run, spending in zip(arm.runs, of_runs, strict=True):
+                # a run may be judged by another metric, or have been before a resume
+                own = [e for e in run.evaluations.get(task, ()) if _kind(e) == kinds[task]]
+                if own:
+                    found.append(next((spending.at(e.step) for e in own if _is_as_good(e, goal)), None))
+            there = [at for at in found if at is not None]
             reached[-1][task] = {"reached": len(there), "runs": len(found), **_mean_costs(there)}
         for run, spending in zip(arm.runs, of_runs, strict=True):
             planned, made = run.config.get("max_steps"), spending.total["steps"]
             if isinstance(planned, int) and made < planned:
                 notes.append(f"{run.name} has made {made:.0f} of {planned} steps")
     return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
+
+
+def _kind(evaluation: Evaluation) -> tuple[str, Direction]:
+    """Return what must be equal for two evaluations to be compared."""
+    return evaluation.metric, evaluation.direction
 
 
 def _is_as_good(evaluation: Evaluation, level: float) -> bool:
@@ -460,9 +467,7 @@ def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[
         for task in arm.tasks:
             last = arm.evaluations(task, step)
             first = [run.evaluations[task][0] for run in arm.runs if task in run.evaluations]
-            if any(
-                (a.metric, a.direction) != (b.metric, b.direction) for a, b in zip(first, last, strict=True)
-            ):
+            if any(_kind(a) != _kind(b) for a, b in zip(first, last, strict=True)):
                 continue
             run = next(run for run in arm.runs if task in run.evaluations)
             crossed = arm.is_crossed(task, first) and arm.is_crossed(task, last)
@@ -488,9 +493,14 @@ def _trained(config: Mapping[str, Any]) -> list[str]:
 def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
     """Return arm -> arms that it dominates: no task's mean is worse, one is better (Pareto).
 
-    Only tasks count that all arms have.
+    Only tasks count that all arms have, judged by one metric.
     """
-    tasks = [task for task in arms[0].tasks if all(task in arm.tasks for arm in arms)]
+    tasks = [
+        task
+        for task in arms[0].tasks
+        if all(task in arm.tasks for arm in arms)
+        and len({_kind(e) for arm in arms for e in arm.evaluations(task, step)}) == 1
+    ]
     points = []
     for arm in arms:
         chosen = [arm.evaluations(task, step) for task in tasks]
@@ -525,12 +535,18 @@ def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
     found = []
     last = {run.name: _last_step(run) for run in runs}
     if step is None and len(set(last.values())) > 1:
-        steps = [{e.step for history in run.evaluations.values() for e in history} for run in runs]
+        steps = [{e.step for e in history} for run in runs for history in run.evaluations.values()]
         common = set.intersection(*steps)
         hint = f"; --step {max(common)} is the last evaluation that all have" if common else ""
         short = [f"{name} {at}" for name, at in last.items() if at < max(last.values())]
         told = ", ".join(short[:5]) + (f" and {len(short) - 5} more" if len(short) > 5 else "")
         found.append(f"last evaluations are of different steps: {max(last.values())}, but of {told}{hint}")
+    for run in runs:
+        ends = ((task, history[-1].step) for task, history in run.evaluations.items())
+        ended = [(task, at) for task, at in ends if at < last[run.name]]
+        if step is None and ended:
+            told = ", ".join(f"{task} (step {at})" for task, at in ended[:5])
+            found.append(f"{run.name} ended at step {last[run.name]} without {told}: not its final weights")
     for arm in arms:
         if not arm.runs[0].config:
             found.append(f"{arm.name}: no configuration was recorded, so the run is an arm of its own")

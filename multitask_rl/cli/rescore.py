@@ -30,7 +30,7 @@ from multitask_rl.errors import ConfigError, DataError, check_output_file
 from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.tracking.jsonl import dump_line, rollout_from_dict, scored_to_dict
-from multitask_rl.tracking.reading import read_lines
+from multitask_rl.tracking.reading import former_names, read_lines
 
 _CHUNK = 256
 _WHOLE = "reward"
@@ -99,7 +99,12 @@ def main(arguments: list[str]) -> int:
             f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
         )
     # attempts that a constraint rejected have no scores
-    lines = [line for line in read_lines(path, _readable) if line["breakdown"]]
+    names = former_names(config)
+    lines = [
+        {**line, "task": names.get(line["task"], line["task"])}
+        for line in read_lines(path, _readable)
+        if line["breakdown"]
+    ]
     specs = _selected(specs, lines, options)
     if not options.trust:
         named = [(f"tasks.{name}.rewards", r.plugin) for name, spec in specs.items() for r in spec.rewards]

@@ -108,8 +108,10 @@ class Conversion:
 
     def rows_of(self, datasets: Iterable[str]) -> int | None:
         """Return how many rows the data sets have: as given by the user, else counted in files."""
-        if self._num_rows is not None:
-            return self._num_rows
+        return self.count_rows(datasets) if self._num_rows is None else self._num_rows
+
+    def count_rows(self, datasets: Iterable[str]) -> int | None:
+        """Return how many rows the files have together; None if one is no file that can be read."""
         total = 0
         for dataset in datasets:
             if not is_file(Path(dataset)):

@@ -297,13 +297,13 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     probs = [float(p) for p in str(c.get("data.prompt_probs") or "").split(",") if p.strip()]
     if probs and len(probs) != len(sets):
         raise ConfigError(f"{file}: data.prompt_probs has {len(probs)} numbers for {len(sets)} data sets")
-    counts = [c.rows_of([one]) if len(sets) > 1 else 1 for one in sets]
+    counts = [c.count_rows([one]) if len(sets) > 1 else 1 for one in sets]
     for index, one in enumerate(sets):
         own: dict[str, Any] = {"dataset": one.rpartition("@")[2] if "@" in one else one}
         if (split := c.get("data.prompt_split")) != "train":
             own["split"] = split
         if len(sets) > 1:
-            own["weight"] = probs[index] if probs else float(counts[index] or 1)
+            own["weight"] = probs[index] if probs else float((all(counts) and counts[index]) or 1)
         c.tasks[task_name(one, c.tasks)] = {**own, "rewards": rewards}
     told = (
         ""
@@ -398,7 +398,7 @@ def _put_algorithm(c: Conversion) -> None:
         differs=told if entropy else "",
     )
     correction = "algo.advantage.is_correction"
-    level, how = c.get(f"{correction}_level"), c.get(f"{correction}_mode")
+    level, how = c.get(f"{correction}_level") or "off", c.get(f"{correction}_mode")  # YAML reads off as False
     low, high = c.get(f"{correction}_threshold") if level != "off" else (0.0, 0.0)
     told = (
         ""

@@ -366,7 +366,7 @@ def _put_batch(c: Conversion, script: Script, processes: int) -> None:
         ("save_steps", "checkpoint.every", "save_strategy"),
     ):
         match str(c.get(strategy)):
-            case "no":
+            case "no" | "False":  # YAML reads no as False
                 c.put(key, 0, strategy)
             case "epoch" if per_pass is not None:
                 c.put(key, per_pass, strategy)

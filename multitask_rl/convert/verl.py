@@ -226,13 +226,13 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         told = "one logit of a classification model; verl may ask a generating one"
         rewards.append({"plugin": "rm_hf", "config": {"model_name": model}})
         c.note("task.rewards", "reward.reward_model.enable", "reward.reward_model.model_path", differs=told)
-    counts = [c.rows_of([one]) if len(files) > 1 else 1 for one in files]
+    counts = [c.count_rows([one]) if len(files) > 1 else 1 for one in files]
     for index, one in enumerate(files):
         own: dict[str, Any] = {"dataset": one}
         if len(held_out) == len(files):
             own["eval_dataset"] = held_out[index]
         if len(files) > 1:
-            own["weight"] = float(counts[index] or 1)
+            own["weight"] = float((all(counts) and counts[index]) or 1)
         name = task_name(str(Path(one).parent.name if Path(one).stem == "train" else one), c.tasks)
         c.tasks[name] = {**own, "rewards": rewards}
     told = (

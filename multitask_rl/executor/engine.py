@@ -286,7 +286,9 @@ class RayEngine(RolloutEngine):
 
         An error ends the run only if no other replica is there.
         """
-        call = ActorCall(index, "load", is_fatal=bool(self._ready))
+        # while weights travel the others are not ready, and yet there
+        others = self._ready or any(c.method == "update_weights" for c in self._joining.values())
+        call = ActorCall(index, "load", is_fatal=bool(others))
         self._joining[self._open().submit(index, "load")] = call
 
     def _send_weights(self, index: int, silent_s: float = 0.0) -> None:

@@ -98,12 +98,14 @@ def _why_nothing_is_said(pair: Pair, difference: Difference) -> str:
 
 
 def _left_out(pair: Pair) -> str:
-    """Return how many held-out prompts of two evaluations have no value on both sides; empty if all have."""
-    if not pair.paired or len(pair.first) > 1 or len(pair.second) > 1:
+    """Return how many held-out prompts lack a value in a run that must have one; empty if none does."""
+    runs = [*pair.first, *pair.second]
+    if not pair.paired or not all(len(e.values) == len(runs[0].values) for e in runs):
         return ""
-    values = list(zip(pair.first[0].values, pair.second[0].values, strict=True))
-    number = sum(not math.isfinite(a - b) for a, b in values)
-    return f"{number} of {len(values)} held-out prompts were not scored on both sides" if number else ""
+    rows = list(zip(*(e.values for e in runs), strict=True))
+    number = sum(not all(map(math.isfinite, row)) for row in rows)
+    where = "on both sides" if len(runs) == 2 else f"in each of the {len(runs)} runs"
+    return f"{number} of {len(rows)} held-out prompts were not scored {where}" if number else ""
 
 
 def config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:

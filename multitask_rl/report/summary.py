@@ -56,7 +56,7 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
         found.append({**own, **row})
         first, last = run.evaluations[task][0].metrics, run.evaluations[task][-1].metrics
         for metric in ("kl", "turnover"):
-            if metric in first:
+            if metric in first and metric in last:  # a resume may have changed the task's kind
                 numbers = {"before": first[metric], "after": last[metric]}
                 found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})
     return found

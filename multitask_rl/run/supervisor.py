@@ -23,7 +23,7 @@ from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.statistics.definitions import REWARD
-from multitask_rl.step.evaluation import Evaluator, append_evaluations
+from multitask_rl.step.evaluation import Evaluator, append_evaluations, repeat_evaluations
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.metrics import aggregate
 from multitask_rl.step.task_state import TaskState
@@ -273,6 +273,7 @@ class Supervisor:
                 if stream is not None:
                     stream.skip_to(cursor)
         self.store.checkpoints.forget_after(target.step)
+        repeat_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", target.step)
         self.progress.evaluated_at = self.progress.saved_at = target.step
         self._known = self.store.checkpoints.entries[target.step]
         self.progress.num_confirmations = num_confirmations

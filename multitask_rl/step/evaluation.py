@@ -13,6 +13,7 @@ from typing import Any
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
 from multitask_rl.environments.pool import WorldPool
+from multitask_rl.errors import disk_errors
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Statistic, TaskEvaluation
@@ -115,6 +116,21 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
     """
     with contextlib.closing(RecordFile(file)) as record:
         record.append(json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values())
+
+
+def repeat_evaluations(file: Path, step: int) -> None:
+    """Append the last evaluation of each task at ``step`` once more: a rollback to it undoes later ones.
+
+    A line undoes the lines of its task before it at the same or a later step.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with disk_errors(str(file)):
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    last = {row["task"]: line for line in lines if (row := json.loads(line))["step"] == step}
+    with contextlib.closing(RecordFile(file)) as record:
+        record.append(last.values())
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

@@ -49,8 +49,8 @@ class TextMeter:
         if not algorithm.has_teacher:
             found["loss"] = _per_text([-own.mean().item() for own in logprobs])
         if kls is not None:
-            # rounding may leave a KL of equal policies below 0
-            found["kl"] = _per_text([max(0.0, own.mean().item()) for own in kls])
+            # rounding may leave a KL of equal policies below 0; NaN must stay NaN
+            found["kl"] = _per_text([max(own.mean().item(), 0.0) for own in kls])
         if task.spec.is_scored:
             turnover = self._turnover(task, evaluation)
             return replace(evaluation, metrics={**evaluation.metrics, **found, **turnover})

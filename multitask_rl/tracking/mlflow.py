@@ -367,7 +367,8 @@ class MLflowTracker(Tracker):
         self._send_metrics(points)
 
     def _load_events(self, resume_step: int) -> None:
-        path = self._directory / "events.jsonl"  # cut to the checkpoint
+        path = self._directory / "events.jsonl"
+        is_cut = path.exists()  # to the checkpoint; events of a course that was rolled back have later steps
         with tempfile.TemporaryDirectory() as directory:
             if not path.exists():
                 if not any(entry.path == path.name for entry in self._client.list_artifacts(self._run)):
@@ -375,7 +376,7 @@ class MLflowTracker(Tracker):
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
             events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for event in events:
-            if event["step"] <= resume_step:
+            if is_cut or event["step"] <= resume_step:
                 self._send_event(event)
 
     def _send_parameters(self, parameters: Mapping[str, Any]) -> None:

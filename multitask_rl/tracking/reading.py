@@ -80,7 +80,7 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
     config_path = directory / "config.yaml"
     config = load_yaml(config_path)[0] if config_path.is_file() else {}
     config = config if isinstance(config, dict) else {}
-    names = _renamed(config)
+    names = former_names(config)
 
     def typed(types: Mapping[str, Callable[[Any], Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda line: {**line, **{key: as_type(line[key]) for key, as_type in types.items()}}
@@ -152,7 +152,7 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
             yield converted
 
 
-def _renamed(config: Mapping[str, Any]) -> dict[str, str]:
+def former_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Return former name -> name of the tasks that a resume renamed."""
     specs = config.get("tasks")
     named = specs.items() if isinstance(specs, Mapping) else ()

@@ -35,16 +35,25 @@ class Spending:
 
     def at(self, step: int) -> dict[str, float]:
         """Return what was spent until the run had made ``step`` steps, with what rollbacks before undid."""
+        if step > 0 and not self._is_whole:
+            return {**dict.fromkeys(COSTS, math.nan), "steps": float(step)}
         place = bisect_right(self.steps, step)
         index = self.lines[place - 1] if place else None
         spent = {key: own[index] if index is not None else 0.0 for key, own in self.spent.items()}
         return {**dict.fromkeys(COSTS, math.nan), "steps": float(step), **spent}
 
     @property
+    def _is_whole(self) -> bool:
+        """Whether the lines begin with the run: those of a fork begin behind the steps that it took over."""
+        return bool(self.steps) and self.steps[0] <= 1
+
+    @property
     def total(self) -> dict[str, float]:
         """Everything that the run has spent; without steps nothing is known."""
         if not self.steps:
             return dict.fromkeys(COSTS, math.nan)
+        if not self._is_whole:
+            return self.at(self.steps[-1])
         return {**{key: own[-1] for key, own in self.spent.items()}, "steps": float(self.steps[-1])}
 
 

@@ -43,11 +43,14 @@ class TensorBoardTracker(Tracker):
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Open a new event file; hide what others there say of steps that will be made again."""
+        self._open(resume_step)
+        self._text("config", yaml.safe_dump(dict(parameters), sort_keys=False), resume_step or 0)
+
+    def _open(self, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(log_dir=str(self._directory), purge_step=purge, flush_secs=10)
-        self._text("config", yaml.safe_dump(dict(parameters), sort_keys=False), resume_step or 0)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write each number as a scalar of its name."""
@@ -57,7 +60,10 @@ class TensorBoardTracker(Tracker):
                     self._writer.add_scalar(name, value, step)
 
     def log_event(self, event: Event) -> None:
-        """Write the event's reason as a text of its source."""
+        """Write the event's reason as a text of its source; a rollback hides the steps that it undid."""
+        if event.kind == "rolled_back" and self._writer is not None:
+            self._writer.close()
+            self._open(event.step)
         task = f" ({event.task})" if event.task else ""
         self._text(f"events/{event.source}", f"{event.kind}{task}: {event.reason}", event.step)
 

@@ -3,7 +3,7 @@
 ``WANDB_MODE=offline`` keeps the run in ``<output_dir>/wandb`` until ``wandb sync``; other settings are the
 client's own environment variables (``WANDB_ENTITY``, ``WANDB_API_KEY``...). A resumed run goes on under the
 same id. The client takes steps in their order only: numbers of a step that the killed run had sent are left
-out.
+out, and so are those of steps that a run makes again after a rollback.
 """
 
 from __future__ import annotations

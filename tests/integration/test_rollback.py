@@ -9,6 +9,7 @@ from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, G
 from multitask_rl.errors import GuardStop
 from multitask_rl.records import Scored
 from multitask_rl.step.flow import Stage
+from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
 
@@ -57,7 +58,7 @@ def damage(trainer, scale=1.0):
 
 def test_a_planted_regression_is_taken_back_for_good(learnt):
     directory, before = learnt
-    draws = []
+    draws, seen = [], []
 
     def plant(trainer):
         if trainer.step == 40 and not draws:
@@ -66,10 +67,13 @@ def test_a_planted_regression_is_taken_back_for_good(learnt):
         elif draws and len(draws) == 1 and any(e.kind == "rolled_back" for e in trainer.events):
             draws.append(trainer.tasks["copy"].stream.draw)
             shutil.copytree(directory / "planted", directory / "killed")
+            # what a reader sees until the next evaluation: that of the restored weights
+            seen.append((trainer.step, read_run(directory / "killed").evaluations["copy"][-1].step))
 
     trainer = go_on(directory, "planted", 56, plant)
     values = trainer.train()["copy"].values
     assert len(draws) == 2, "the regression was planted and taken back"
+    assert [at for _, at in seen] == [step for step, _ in seen]
     assert trainer.step == 56
     assert sum(values) / len(values) >= 0.95 * before
     assert trainer.tasks["copy"].stream.draw > draws[1] > draws[0], (

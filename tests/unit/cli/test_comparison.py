@@ -626,3 +626,92 @@ def test_a_row_has_the_decimals_that_its_interval_carries(row, shown) -> None:
     keys = ("before", "after", "delta", "low", "high")
     numbers, interval = measured(dict(zip(keys, row, strict=True)))
     assert [*numbers, interval] == shown
+
+
+def _steps(directory: Path, first: int, last: int) -> Path:
+    lines = [
+        json.dumps({"step": step, "time/step_s": 2.0, "time/samples_per_s": 4.0, "time/tokens_per_s": 10.0})
+        for step in range(first, last + 1)
+    ]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return directory
+
+
+def _costs(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert main_compare([*map(str, arguments), "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)["result"]
+    return result
+
+
+def test_values_of_another_metric_reach_no_level_and_dominate_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run judged by a loss, and one that changed its metric at a resume."""
+    accuracy: Values = [0.2, 0.4, 0.3, 0.3]
+    one = _write_run(tmp_path / "one", [(8, "a", accuracy), (8, "b", accuracy)])
+    two = _write_run(tmp_path / "two", [(8, "b", [0.5, 0.6, 0.7, 0.8])], {"seed": 1})
+    line = {"task": "a", "metric": "loss", "values": [1.0, 1.1], "direction": "lower"}
+    with (two / "evaluations.jsonl").open("a") as stream:
+        stream.write(json.dumps({"step": 0, **line}) + "\n" + json.dumps({"step": 8, **line}) + "\n")
+    other = _write_run(tmp_path / "other", [(8, "a", accuracy)], {"max_steps": 7})
+    text = (other / "evaluations.jsonl").read_text()
+    (other / "evaluations.jsonl").write_text(json.dumps({"step": 0, **line}) + "\n" + text)
+    for run in (one, two, other):
+        _steps(run, 1, 8)
+    result = _costs(capsys, one, two, "--each-run")
+    assert result["dominates"][str(two)] == [str(one)], "by b alone"
+    assert result["reached"][1]["a"]["runs"] == 0
+    result = _costs(capsys, one, other)
+    assert result["reached"][1]["a"]["samples"] == 64, "not the 0 of its step 0, which had another metric"
+
+
+def test_costs_of_a_fork_and_of_a_run_without_records_are_not_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values: Values = [0.2, 0.4, 0.3, 0.3]
+    whole = _steps(_write_run(tmp_path / "whole", [(8, "a", values)]), 1, 8)
+    fork = _steps(_write_run(tmp_path / "fork", [(8, "a", values)], {"max_steps": 8}), 5, 8)
+    bare = _write_run(tmp_path / "bare", [(8, "a", values)], {"max_steps": 9})
+    (bare / "metrics.jsonl").write_text('{"step": 0, "task/a/weight": 0.5}\n')
+    result = _costs(capsys, whole, fork, bare)
+    assert [own["samples"] for own in result["costs"]] == [64, None, None]
+    assert [own["a"]["samples"] for own in result["reached"]] == [64, None, None]
+    assert [own["a"]["steps"] for own in result["reached"]] == [8, 8, 8]
+
+
+def test_a_run_that_has_evaluated_nothing_is_no_sweep_of_its_former_records(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    _write_run(run, [])
+    (run / "evaluations.jsonl").unlink()
+    _write_run(run / "previous-1", [(8, "a", [0.2, 0.4])])
+    with pytest.raises(ConfigError, match="holds no evaluations"):
+        main_compare([str(run), str(run)])
+
+
+def test_what_ended_early_is_said_and_a_step_that_all_have_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values: Values = [0.2, 0.4, 0.3, 0.3]
+    one = _write_run(tmp_path / "one", [(4, "a", values), (4, "b", values), (8, "a", values)])
+    two = _write_run(tmp_path / "two", [(4, "a", values), (4, "b", values)], {"seed": 0, "max_steps": 4})
+    notes = " ".join(_costs(capsys, one, two)["notes"])
+    assert "--step 4 is the last evaluation that all have" in notes
+    assert f"{one} ended at step 8 without b (step 4)" in notes
+
+
+def test_prompts_that_one_seed_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values: Values = [0.1 * i for i in range(8)]
+    runs = [
+        _write_run(
+            tmp_path / f"{arm}{seed}",
+            [(8, "a", [None] * 3 + values[3:] if (arm, seed) == ("b", 1) else values)],
+            {"seed": seed, "max_steps": 8 + (arm == "b")},
+            prompts="p",
+        )
+        for arm in "ab"
+        for seed in range(3)
+    ]
+    (result,) = _compare(capsys, *runs)
+    assert result["tasks"]["a"]["reason"].endswith(
+        "3 of 8 held-out prompts were not scored in each of the 6 runs"
+    )

@@ -560,3 +560,26 @@ def test_what_is_missing_is_asked_for(tmp_path: Path, what: str) -> None:
     )
     with pytest.raises(ConfigError, match=f"no {what} was found .* --"):
         convert_trl(tmp_path / "grpo.yaml")
+
+
+def test_words_that_yaml_reads_as_false_are_the_words(tmp_path: Path) -> None:
+    off = openrlhf(tmp_path, "--algo.advantage.is_correction_level off")
+    assert off.task["algorithm_config.truncated_is"] == 0.0
+    file = tmp_path / "config.yaml"
+    file.write_text("eval_strategy: no\ndataset_name: rows.jsonl\nmodel_name_or_path: MODEL\n")
+    c = convert_trl(file, dataset="rows.jsonl", reward="digits.py:digits")
+    assert c.run["eval.every"] == 0
+
+
+def test_data_sets_are_weighed_by_rows_only_where_all_are_counted(tmp_path: Path) -> None:
+    for name, number in (("long", 20), ("short", 5)):
+        (tmp_path / f"{name}.jsonl").write_text('{"input": "a"}\n' * number)
+    for second, weights in (
+        (tmp_path / "short.jsonl", [20.0, 5.0]),
+        ("org/hub", [1.0, 1.0]),
+    ):
+        sets = f"--data.prompt_dataset {tmp_path / 'long.jsonl'},{second}"
+        file = tmp_path / "run.sh"
+        file.write_text(f"python -m openrlhf.cli.train_ppo_ray {sets} --rollout.n_samples_per_prompt 8\n")
+        c = convert_openrlhf(file, reward="digits.py:digits", num_rows=25)
+        assert [task["weight"] for task in c.tasks.values()] == weights
