@@ -175,6 +175,13 @@ class Algorithm:
     def bind(self, control_token_ids: Sequence[int]) -> None:
         """Receive the ids of the ``num_control_tokens`` control tokens, once, before any other call."""
 
+    def check_length(self, where: str, max_response_tokens: int) -> None:
+        """Check, before a model loads, that the settings fit responses of so many tokens. Default: any do.
+
+        Raises:
+            ConfigError: they do not fit; its text begins with ``where``, the task's place.
+        """
+
     def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
         """Return the context to sample from. Default: the prompt as it is."""
         return prompt_ids

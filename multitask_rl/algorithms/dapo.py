@@ -38,20 +38,20 @@ class DAPO(GRPO):
         """Whether long responses are penalised."""
         return self.config.overlong_buffer > 0 and self.config.overlong_weight > 0
 
-    def outcome(self, scored: Scored) -> float:
-        """Return the scored reward minus the length penalty (Eq. 13).
+    def check_length(self, where: str, max_response_tokens: int) -> None:
+        """Refuse a buffer that is larger than the task's token limit."""
+        buffer = self.config.overlong_buffer
+        if buffer > max_response_tokens:
+            raise ConfigError(
+                f"{where}.algorithm_config.overlong_buffer is {buffer} tokens, more than the "
+                f"{max_response_tokens} tokens a response may have (max_new_tokens); choose for example "
+                f"{max(1, max_response_tokens // 5)}"
+            )
 
-        Raises:
-            ConfigError: the buffer is larger than the task's token limit.
-        """
+    def outcome(self, scored: Scored) -> float:
+        """Return the scored reward minus the length penalty (Eq. 13)."""
         rollout, buffer = scored.rollout, self.config.overlong_buffer
         max_length = rollout.max_response_tokens
-        if buffer > max_length:
-            raise ConfigError(
-                f"algorithm_config.overlong_buffer of task {rollout.task!r} is {buffer} tokens, more than "
-                f"the {max_length} tokens a response may have (max_new_tokens); choose for example "
-                f"{max_length // 5}"
-            )
         excess = max(0, len(rollout.response_ids) - (max_length - buffer))
         penalty = min(excess / buffer, 1.0) if buffer else 0.0
         return super().outcome(scored) - self.config.overlong_weight * penalty

@@ -145,7 +145,10 @@ class RewardConditioned(Algorithm):
         by_quantile: dict[int, list[TrainSample]] = {}
         for past, quantile in zip(self._buffer, quantiles, strict=True):
             by_quantile.setdefault(quantile, []).append(past)
-        rng = random_stream(self.config.seed, "reward_conditioned", scored[0].rollout.task, self._num_draws)
+        name = scored[0].rollout.task
+        for past in self._buffer:  # a checkpoint's may have the task's former name
+            past.scored.rollout.prompt.task = name
+        rng = random_stream(self.config.seed, "reward_conditioned", name, self._num_draws)
         self._num_draws += 1
         samples: list[TrainSample] = []
         # ceilings in integers, the best quantile first; a remainder goes to the best ones

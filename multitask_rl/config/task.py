@@ -216,8 +216,9 @@ class TaskSpec(Settings):
     """``reward``, the name of one of its rewards, or a ``reward/component``."""
     higher_is_better: bool | None = None
     """Direction of the primary metric; None = as its reward declares."""
-    target: float = 1.0
-    """Value of the primary metric at which a scheduler treats the task as learnt."""
+    target: Fraction = 1.0
+    """Level at which a scheduler treats the task as learnt: the place of its reward between the least (0) and
+    the most (1) that it can be."""
     teacher: str = ""
     """Type ``distill``: the model whose distribution the actor learns. A directory of transformers, a run
     (its newest checkpoint), a checkpoint, adapters or a hub id, with the actor's vocabulary."""
@@ -261,6 +262,15 @@ class TaskSpec(Settings):
     def grammar(self) -> str:
         """JSON text of the grammar's configuration; empty without one (see ``SamplingParams.grammar``)."""
         return next((json.dumps(c.config) for c in self.constraints if c.mode == "grammar"), "")
+
+    @property
+    def has_own_temperature(self) -> bool:
+        """Whether evaluations take the temperature of ``sampling`` and not ``eval.temperature``.
+
+        So it is for a task that is only evaluated and whose ``sampling`` gives one.
+        """
+        own = self.sampling is not None and (not self.sampling_keys or "temperature" in self.sampling_keys)
+        return self.evaluation_only and own
 
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         """Return the task's sampling parameters, given the run's ``default``."""

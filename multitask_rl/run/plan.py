@@ -190,6 +190,15 @@ def plan_run(
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         for warning in constraint_warnings(spec, {}, num_prompts):
             logger.warning("task %s: %s", name, warning)
+        algorithm, judged = plan.algorithms[name], spec.judged
+        is_judged_alone = bool(judged) and not spec.rewards and algorithm.needs_reward
+        if is_judged_alone and not algorithm.trains_rejected and all(c.mode == "reject" for c in judged):
+            logger.warning(
+                "task %s: rejected responses are not trained on, and without rewards all accepted ones are "
+                "worth the same unless the constraint grades them; take type constrained_decoding, which "
+                "learns from rejected responses, or mode: penalty",
+                name,
+            )
     _check_devices(plan)
     check_overlap(plan)
     with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
@@ -318,6 +327,10 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             "placement: reward (k1 inside the reward), or estimator: k2 (the same gradient) or k3 in the loss"
         )
     check_learnable(spec, algorithm, spec.group_size or config.batch.group_size)
+    longest = spec.sampling_params(run_sampling(config)).max_new_tokens
+    if spec.environment:
+        longest = spec.max_response_tokens or longest * spec.max_turns
+    algorithm.check_length(where, longest)
     if spec.teacher and (plan.has_parts or config.batch.context_ranks > 1):
         raise ConfigError(
             f"{where}.teacher: a teacher is computed whole, and device_map.actor="
@@ -330,9 +343,11 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             f"{config.model.reference_decay:g} moves the reference; set model.reference_decay=1, or "
             "algorithm_config: {kl: false}"
         )
-    if spec.eval_samples > 1 and config.eval.temperature == 0:
+    own = spec.sampling.temperature if spec.has_own_temperature and spec.sampling else None
+    if spec.eval_samples > 1 and (config.eval.temperature if own is None else own) == 0:
+        key = "eval.temperature" if own is None else "sampling.temperature"
         raise ConfigError(
-            f"{where}.eval_samples={spec.eval_samples} with eval.temperature=0: greedy responses of a prompt "
+            f"{where}.eval_samples={spec.eval_samples} with {key}=0: greedy responses of a prompt "
             "are all the same; set eval_samples: 1, or a temperature above 0"
         )
     stop = spec.sampling_params(run_sampling(config)).stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Collection, Mapping
@@ -75,6 +76,8 @@ class RunState:
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
 
+        self._fresh = copy.deepcopy({name: task.state_dict() for name, task in tasks.items()})
+        """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
             "counters": _Part(self._counters, self._load_counters),
             "tasks": _Part(lambda: {n: task.state_dict() for n, task in tasks.items()}, self._load_tasks),
@@ -155,10 +158,9 @@ class RunState:
     def _load_tasks(self, state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
         for name, task in self._tasks.items():
             known = state.get(name) or state.get(task.spec.renamed_from)
-            if known is not None:
-                task.load_state_dict(known)
-            else:
+            if known is None:
                 logger.info("task %r is new since the checkpoint: it starts fresh", name)
+            task.load_state_dict(known or copy.deepcopy(self._fresh[name]))
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         found = {f"actor.{n}": p for n, p in self.actor.model.named_parameters()}

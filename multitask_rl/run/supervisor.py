@@ -94,8 +94,7 @@ class Supervisor:
         known = self._known if self._known.step == step else CheckpointEntry(step=step)
         self.progress.saved_at = step
         path = self.store.save(known, self.state, self.guard, self.trackers.run_id)
-        scores = [e.score for e in self.store.checkpoints.entries.values() if e.score is not None]
-        is_best = known.score is not None and known.score >= max(scores)
+        is_best = known.score is not None and self.store.checkpoints.best() == step
         good = known.judged_good is True
         self.trackers.log_checkpoint(path / "actor", step, is_best=is_best, judged_good=good)
 
@@ -152,8 +151,10 @@ class Supervisor:
         scored = [e for n, e in deciding.items() if self.tasks[n].spec.kind != "anchor"]
         best_of = [e for e in scored if self.tasks[e.task].spec.is_scored] or scored
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
-        score = math.fsum(finite) / len(finite) if finite else None
-        self._known = CheckpointEntry(step=step, score=score)
+        # weights are compared by the same tasks: not without one whose rewards failed this time
+        score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
+        of = sorted(f"{e.task}: {e.metric}" for e in best_of)
+        self._known = CheckpointEntry(step=step, score=score, score_of=of)
         self.progress.history.append((step, evaluations))
         append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
         per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}

@@ -39,7 +39,7 @@ from multitask_rl.scoring.process import PluginOutput
 from multitask_rl.scoring.results import Result
 from multitask_rl.scoring.round import TICK_S, Pending, Round, TaskPlugin
 from multitask_rl.scoring.runners import LocalRunner, ProcessRunner
-from multitask_rl.scoring.stats import ErrorBudget, TaskCounts
+from multitask_rl.scoring.stats import ErrorBudget, TaskCounts, of_plugins
 from multitask_rl.seeding import derive_seed
 
 T = TypeVar("T")
@@ -214,7 +214,7 @@ class RewardPool:
         with self._lock:
             scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
-                if record.rollout.failure is None:
+                if of_plugins(record):
                     self._budgets[record.rollout.task].add(record.failure)
             for task in {record.rollout.task for record in scored}:
                 self._budgets[task].check()

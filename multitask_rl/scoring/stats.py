@@ -107,6 +107,12 @@ class ErrorBudget:
         return [Event(step=step, reason=reason, **own) for reason in pending]
 
 
+def of_plugins(record: Scored) -> bool:
+    """Whether a reward, a constraint or a world decided about the record, and not the engine."""
+    failure = record.rollout.failure
+    return failure is None or failure.source == "environment"
+
+
 class ScoreTally:
     """Notes which tasks had a sample scored; ``check`` raises if every sample of a task failed."""
 
@@ -121,7 +127,7 @@ class ScoreTally:
             if record.failure is None:
                 self._scored.add(task)
                 self._failures.pop(task, None)
-            elif record.rollout.failure is None and task not in self._scored:
+            elif of_plugins(record) and task not in self._scored:
                 self._failures[task].append(record.failure)
 
     def check(self) -> None:

@@ -67,7 +67,7 @@ def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
     With a critic or a quantile pool every group is informative, so schedulers use the spread.
     """
     rewards = group_rewards(task, group)
-    if len(rewards) <= 1:
+    if len(rewards) <= 1 or not task.algorithm.needs_reward:  # a teacher or an answer has something to say
         return is_informative(task, group)
     return has_variance(rewards) or costs_differ(task, group)
 

@@ -132,7 +132,7 @@ class RolloutStage(StreamingStage):
             prompt.position = position
             task = self._tasks[prompt.task]
             sampling = task.sampling
-            if self._temperature is not None:
+            if self._temperature is not None and not task.spec.has_own_temperature:
                 sampling = replace(sampling, temperature=self._temperature)
             if prompt.given_ids is not None:
                 response = self._decode(prompt.given_ids)

@@ -110,6 +110,12 @@ class TaskState:
             )
         self.metrics.load_state_dict(state.get("refused_values", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
+        if former := self.spec.renamed_from:  # ids of prompts begin with the task's name
+            kept, name = self.anchor.responses.items(), self.spec.name
+            self.anchor.responses = {
+                f"{name}/{key.removeprefix(f'{former}/')}" if key.startswith(f"{former}/") else key: ids
+                for key, ids in kept
+            }
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
@@ -188,7 +194,8 @@ def build_task_states(
             limit = min(limit, room) if limit else room
         only_reported = isinstance(eval_rows, ReportedRows)
         if len(eval_rows) > config.eval.num_prompts:
-            chosen = random_stream(config.seed, "eval-rows", name)
+            # a renamed task keeps its held-out rows: what was measured before is compared with what comes
+            chosen = random_stream(config.seed, "eval-rows", spec.renamed_from or name)
             eval_rows = [eval_rows[i] for i in chosen.sample(range(len(eval_rows)), config.eval.num_prompts)]
         stream: PromptStream | None = None
         if spec.curriculum.by and not spec.evaluation_only:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,8 @@ class CheckpointEntry:
     """The guard's verdict on these weights; None = not evaluated."""
     score: float | None = None
     """Macro mean of the held-out primary metrics; the highest is the best."""
+    score_of: list[str] = field(default_factory=list)
+    """The tasks in it, each with its metric: scores of other tasks are not compared."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -123,9 +125,7 @@ class CheckpointStore:
                 self.entries[entry.step] = entry
                 newest_first = sorted(self.entries, reverse=True)
                 good = [s for s in newest_first if self.entries[s].judged_good]
-                scored = [e for e in self.entries.values() if e.score is not None]
-                best = sorted(scored, key=lambda e: (e.score, e.step))[-1:]
-                kept = {*good[:2], *(e.step for e in best)}
+                kept = {*good[:2], self.best()}
                 for step in newest_first[self.keep :]:
                     if step not in kept:
                         self._remove(step)
@@ -133,6 +133,12 @@ class CheckpointStore:
             shutil.rmtree(aside, ignore_errors=True)  # frees the disk for the next try
             raise
         return final
+
+    def best(self) -> int | None:
+        """Return the step of the highest score, of those of the newest one's tasks; None without any."""
+        scored = [self.entries[step] for step in sorted(self.entries) if self.entries[step].score is not None]
+        alike = [entry for entry in scored if entry.score_of == scored[-1].score_of]
+        return max(alike, key=lambda e: (e.score or 0.0, e.step)).step if alike else None
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify a checkpoint.

@@ -112,7 +112,7 @@ def test_dapo_with_equal_clips_and_no_buffer_is_grpo():
 
 
 def test_dapo_buffer_larger_than_the_limit_is_refused():
-    with pytest.raises(ConfigError, match="'toy' is 11 tokens, more than the 10"):
-        DAPO(DAPO.Config(overlong_buffer=11)).outcome(scored(1.0))
+    with pytest.raises(ConfigError, match=r"tasks\.toy\.\w+\.overlong_buffer is 11 tokens, more than the 10"):
+        DAPO(DAPO.Config(overlong_buffer=11)).check_length("tasks.toy", 10)
     with pytest.raises(ConfigError, match="overlong_buffer"):
         DAPO.Config(overlong_buffer=-1)

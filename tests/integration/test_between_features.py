@@ -1,0 +1,154 @@
+"""Features that are right alone, together: what a reader of the whole found."""
+
+import json
+
+import pytest
+
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig
+from multitask_rl.errors import ConfigError, RewardError
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardDecision
+from multitask_rl.trainer import Trainer
+from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
+from run_builders import run_config, train, write_run
+
+COPY = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
+"""
+DIGIT = "  digit: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"
+SMALL = {
+    "batch": BatchConfig(prompts_per_step=4, group_size=2),
+    "eval": EvalConfig(every=2, num_prompts=6),
+    "checkpoint": CheckpointConfig(every=2),
+}
+
+
+class Freezes(Guard):
+    """Judges all weights good, and freezes ``digit``."""
+
+    def observe(self, step, evaluations, confirm=None):
+        return GuardDecision(judged_good=True)
+
+    def weight_factors(self):
+        return {"digit": 0.0}
+
+
+def test_a_task_that_the_guard_froze_is_trained_again_once_the_guard_is_off(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=40)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 4, **SMALL))
+    trainer.add_guard(Freezes())
+    trainer.train()
+    assert trainer.scheduler.weights()["digit"] == 0.0
+    off = GuardConfig(enabled=False)
+    with Trainer.from_config(run_config(tmp_path, "out", 6, guard=off, **SMALL)) as resumed:
+        resumed.train_step()
+        assert resumed.scheduler.weights()["digit"] > 0.0
+
+
+def test_a_task_whose_world_always_fails_ends_the_run_as_failing_rewards_do(tmp_path):
+    echo = "  echo: {type: grpo, dataset: digit.jsonl, environment: 'worlds.py:Gone', max_turns: 2}\n"
+    write_run(tmp_path, COPY + echo, num_rows=40)
+    (tmp_path / "worlds.py").write_text(
+        "class Gone:\n"
+        "    def reset(self, row):\n        raise RuntimeError('server gone')\n\n"
+        "    def step(self, message):\n        raise AssertionError\n\n"
+        "    def close(self):\n        pass\n"
+    )
+    with pytest.raises(RewardError, match=r"'echo'.*server gone"):
+        train(run_config(tmp_path, "out", 2, **SMALL))
+
+
+def test_scores_of_other_tasks_are_not_compared_for_the_best_checkpoint(tmp_path):
+    store = CheckpointStore(tmp_path, 4)
+    for step, score, of in ((2, 0.2, ["a"]), (4, 0.1, ["a", "b"]), (6, 0.15, ["a", "b"]), (8, None, [])):
+        store.entries[step] = CheckpointEntry(step=step, score=score, score_of=of)
+    assert store.best() == 6
+
+
+def test_an_evaluation_without_one_of_its_tasks_is_not_the_best(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=40)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 4, **SMALL))
+    evaluate = trainer._open().evaluator.evaluate
+
+    def fails_at_2(step, **options):
+        found = evaluate(step, **options)
+        if step == 2:
+            values = [float("nan")] * len(found["digit"].primary.values)
+            primary = found["digit"].primary
+            lost = type(primary)(
+                mean=float("nan"), error=float("nan"), n=0, values=values, direction=primary.direction
+            )
+            found["digit"].primary = lost
+        return found
+
+    trainer.parts.evaluator.evaluate = fails_at_2
+    trainer.train()
+    entries = trainer.parts.store.checkpoints.entries
+    assert [entries[step].score is None for step in (2, 4)] == [True, False]
+
+
+def test_a_task_that_is_only_evaluated_keeps_its_own_temperature(tmp_path):
+    held = DIGIT.replace("}\n", ", evaluation_only: true, sampling: {temperature: 0}}\n")
+    write_run(tmp_path, COPY + held, num_rows=40)
+    with Trainer.from_config(run_config(tmp_path, "out", 1, **SMALL)) as trainer:
+        evaluator = trainer._open().evaluator
+        first, again = (evaluator.evaluate(0, purpose=purpose) for purpose in ("one", "two"))
+    assert first["digit"].primary.n == 6
+    assert first["digit"].values == again["digit"].values, "greedy: other seeds change nothing"
+    write_run(tmp_path, COPY + held.replace("{type", "{eval_samples: 2, type"), num_rows=40)
+    with pytest.raises(ConfigError, match=r"eval_samples=2 with sampling.temperature=0"):
+        Trainer.from_config(run_config(tmp_path, "other", 1))
+
+
+def test_a_renamed_task_keeps_its_held_out_rows(tmp_path):
+    found = []
+    for name, own in (
+        ("digit", DIGIT),
+        ("number", DIGIT.replace("digit: {", "number: {renamed_from: digit, ")),
+    ):
+        write_run(tmp_path, COPY + own, num_rows=400)
+        trainer = Trainer.from_config(run_config(tmp_path, "out", 1, **SMALL))
+        found.append([row["id"] for row in trainer.tasks[name].eval_rows])
+        trainer.close()
+    assert found[0] == found[1]
+
+
+def test_a_rollback_past_the_beginning_of_a_task_begins_it_anew(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    train(run_config(tmp_path, "out", 2, **SMALL))
+    held = "constraints: [{plugin: rewards.py:has_no_digit, mode: lagrangian, limit: 0.01}]"
+    write_run(tmp_path, COPY + DIGIT.replace("}\n", f", {held}}}\n"), num_rows=40)
+    with Trainer.from_config(run_config(tmp_path, "out", 20, **SMALL)) as trainer:
+        parts = trainer._open()
+        task = trainer.tasks["digit"]
+        before = json.dumps(task.state_dict())
+        for _ in range(2):
+            trainer.train_step()
+        assert json.dumps(task.state_dict()) != before
+        store = parts.store.checkpoints
+        parts.experience.clear()
+        parts.state.restore(store.load(store.path(2)), without=["scorer", "guard"])
+        assert json.dumps(task.state_dict()) == before
+
+
+def test_settings_that_would_fail_late_are_refused_before_a_model_loads(tmp_path):
+    write_run(tmp_path, COPY.replace("type: grpo", "type: grpo, target: 50"))
+    with pytest.raises(ConfigError, match=r"target must be in \[0, 1\], got 50"):
+        Trainer.from_config(run_config(tmp_path, "out", 1))
+    late = "type: dapo, algorithm_config: {overlong_buffer: 100}"
+    write_run(tmp_path, COPY.replace("type: grpo", late))
+    with pytest.raises(ConfigError, match=r"tasks\.copy\.algorithm_config\.overlong_buffer is 100"):
+        Trainer.from_config(run_config(tmp_path, "out", 1))
+
+
+def test_a_constraint_that_only_rejects_is_said_to_teach_little(tmp_path, caplog):
+    write_run(
+        tmp_path,
+        COPY.replace(
+            "rewards: [rewards.py:starts_right]",
+            "constraints: [{plugin: rewards.py:has_no_digit, mode: reject}]",
+        ),
+    )
+    Trainer.from_config(run_config(tmp_path, "out", 1)).close()
+    assert "take type constrained_decoding" in caplog.text
