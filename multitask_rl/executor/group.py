@@ -122,7 +122,7 @@ class _Session:
                 f"({error.strerror}); set RAY_TMPDIR to a directory on this machine that can be written"
             ) from error
         # once more after Ray's own functions at exit, which end the processes of an interrupted start
-        atexit.register(shutil.rmtree, self.path, ignore_errors=True)
+        atexit.register(_remove_session, self.path)
         new = self.path / f"{_LOCK}.new"
         self._lock = os.open(new, os.O_CREAT | os.O_RDWR)
         with contextlib.suppress(OSError):  # a file system without locks
@@ -131,12 +131,24 @@ class _Session:
         for lock in Path(parent).glob(f"ray_*/{_LOCK}"):
             with contextlib.suppress(OSError), lock.open("a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
+                _remove_session(lock.parent)
 
     def remove(self) -> None:
         """Remove the directory of the stopped cluster."""
         os.close(self._lock)
-        shutil.rmtree(self.path, ignore_errors=True)
+        _remove_session(self.path)
+
+
+def _remove_session(directory: Path) -> None:
+    """Remove the directory. If a process still writes there, its lock stays, so that a later run does."""
+    with contextlib.suppress(OSError):
+        for child in directory.iterdir():
+            if child.is_dir() and not child.is_symlink():
+                shutil.rmtree(child, ignore_errors=True)
+            elif child.name != _LOCK:
+                child.unlink(missing_ok=True)
+        if {child.name for child in directory.iterdir()} <= {_LOCK}:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _check_node() -> None:

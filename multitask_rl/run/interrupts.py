@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 
 class Terminated(KeyboardInterrupt):
@@ -28,6 +29,8 @@ class _Waiting:
     """The signal that came in one of them."""
     is_told = False
     """A signal was answered."""
+    raised: Any = None
+    """The last signal for which ``Terminated`` was raised."""
     show: Callable[[str], bool] | None = None
     """Shows an answer; it returns whether the answer was shown."""
 
@@ -43,11 +46,17 @@ def stopping_on_signals() -> Iterator[None]:
         return
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    _waiting.number, _waiting.is_told, _waiting.show = None, False, None
+    _waiting.number, _waiting.is_told, _waiting.show, _waiting.raised = None, False, None, None
     try:
         for number in before:
             signal.signal(number, _handle)
         yield
+    except KeyboardInterrupt as error:
+        # inside Ray's waits a handler's exception becomes a plain KeyboardInterrupt
+        came: int | None = _waiting.raised
+        if came is None or isinstance(error, Terminated):
+            raise
+        raise Terminated(came) from error
     finally:
         _waiting.show = None
         for number, handler in before.items():
@@ -88,7 +97,7 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     if not _waiting.is_told:
         _waiting.is_told = True
         _answer("stopping: what was learned is saved first; once more ends at once")
-    _waiting.number = None
+    _waiting.number, _waiting.raised = None, number
     raise Terminated(number)
 
 

@@ -46,6 +46,23 @@ def test_what_must_be_finished_is_and_then_the_signal_counts():
     assert ended.value.exit_code == 128 + signal.SIGHUP
 
 
+def test_a_library_that_hides_the_signal_does_not_hide_its_number():
+    """Ray's waits answer the exception of a handler with a plain KeyboardInterrupt."""
+
+    def wait():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+
+    with pytest.raises(Terminated) as ended, stopping_on_signals():
+        wait()
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    with pytest.raises(KeyboardInterrupt) as own, stopping_on_signals():
+        raise KeyboardInterrupt  # no signal came: it is the script's own
+    assert not isinstance(own.value, Terminated)
+
+
 def test_a_signal_is_answered_at_once(capfd):
     with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
