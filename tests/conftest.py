@@ -17,6 +17,7 @@ ALONE = (
     "integration/test_sandbox_li",
     "integration/test_world_pool",
     "unit/scoring/",
+    "unit/rewards/test_hostile_text",
     # the device
     "gpu/",
 )

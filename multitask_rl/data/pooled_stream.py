@@ -201,6 +201,21 @@ class PooledStream(PromptStream):
             },
         }
 
+    def undo(self, earlier: Mapping[str, Any]) -> None:
+        """Go back to ``earlier``; what was observed since of rows given before it stays."""
+        super().load_state_dict(earlier)
+        known = earlier["curriculum"]
+        # a row is drawn from the front of its pool
+        for draw in sorted((d for d in self._pending if d >= self._draw), reverse=True):
+            index, _ = self._pending.pop(draw)
+            for pool in self._pools.values():
+                if index in pool:
+                    pool.move_to_end(index, last=False)
+            self._last_draw.pop(index, None)
+            if str(index) in known["last_draw"]:
+                self._last_draw[index] = known["last_draw"][str(index)]
+        self._carry = dict(known["carry"])
+
     def skip_to(self, later: Mapping[str, Any]) -> None:
         """Continue after the rows given until ``later``, a later ``state_dict``; pools and estimates stay.
 

@@ -96,6 +96,10 @@ class PromptStream:
             "shuffled_by": list(self._shuffled_by),
         }
 
+    def undo(self, earlier: Mapping[str, Any]) -> None:
+        """Go back to ``earlier``, a ``state_dict``: the rows given since will be given again."""
+        self.load_state_dict(earlier)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; raises ``CheckpointError`` if it is not one of this class."""
         try:

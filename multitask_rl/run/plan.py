@@ -200,6 +200,12 @@ def plan_run(
                 name,
             )
     _check_devices(plan)
+    if config.executor == "ray" and config.batch.quorum < 1.0 and any(s.rewards for s in specs.values()):
+        logger.warning(
+            "batch.quorum=%g: with executor=ray a step goes on without slow worlds, and waits for all rewards: "
+            "the pools answer together",
+            config.batch.quorum,
+        )
     check_overlap(plan)
     with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
         plan.output_dir.mkdir(parents=True, exist_ok=True)

@@ -76,7 +76,7 @@ class RunState:
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
 
-        self._fresh = copy.deepcopy({name: task.state_dict() for name, task in tasks.items()})
+        self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
             "counters": _Part(self._counters, self._load_counters),

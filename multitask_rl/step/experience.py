@@ -69,7 +69,7 @@ class _Batch:
     step: int
     experience: Experience
     before: dict[str, Any]
-    """Cursors and the scheduler's carry before its prompts were drawn."""
+    """Cursors before its prompts were drawn; the scheduler's carry before and ``after`` its quotas."""
     sampled: Future[_Sampled] | None = None
 
 
@@ -148,13 +148,17 @@ class ExperienceSource:
             return
         undone = list(self._ahead)
         self.clear()
-        self._scheduler.carry = undone[0].before["carry"]
         for batch in reversed(undone):  # the oldest cursor of a task counts
+            carry, after = batch.before["carry"], batch.before["after"]
+            if self._scheduler.carry != after:  # steps that were made since have changed it, too
+                since = self._scheduler.carry
+                carry = {n: own - after.get(n, 0.0) + carry.get(n, 0.0) for n, own in since.items()}
+            self._scheduler.carry = dict(carry)
             for name, (cursor, num_overlong) in batch.before["cursors"].items():
                 task = self._tasks[name]
                 task.num_overlong = num_overlong
                 if task.stream is not None:
-                    task.stream.load_state_dict(cursor)
+                    task.stream.undo(cursor)
 
     def clear(self) -> None:
         """Drop all batches under way, because their weights are discarded."""
@@ -194,6 +198,7 @@ class ExperienceSource:
             quotas = self._scheduler.quotas(config.batch.prompts_per_step, one)
             before = {
                 "carry": carry,
+                "after": dict(self._scheduler.carry),
                 "cursors": {
                     name: (task.stream.state_dict(), task.num_overlong)
                     for name, task in self._tasks.items()

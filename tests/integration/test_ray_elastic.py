@@ -103,8 +103,7 @@ def _pid(directory: Path, index: int) -> int:
     return int((directory / "ray_start" / f"replica-{index}" / "pid").read_text())
 
 
-@pytest.mark.parametrize("kind", ["stopped", "deadlocked"])
-@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(("kind", "number"), [("stopped", 1), ("deadlocked", 2)])
 def test_a_replica_that_hangs_is_replaced_and_repeats_what_had_not_ended(
     cluster: None, tmp_path: Path, kind: str, number: int
 ) -> None:

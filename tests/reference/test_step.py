@@ -12,7 +12,7 @@ from .cases import draw_case
 from .compare import Comparison, compare
 
 NAIVE = sorted((Path(__file__).parent / "naive").glob("*.py"))
-COMBINATIONS = 200
+COMBINATIONS = 150
 AT_ONCE = 10
 
 

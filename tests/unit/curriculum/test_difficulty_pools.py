@@ -155,6 +155,30 @@ def test_data_skipped_after_a_rollback_leave_no_pass_rates_of_the_weights_that_a
         assert [row in window for row in rows] == sorted(row in window for row in rows)
 
 
+@pytest.mark.parametrize("spec", [BY_LEVEL, BY_RATE])
+def test_undone_draws_leave_what_was_heard_of_others(spec) -> None:
+    """An interrupt while rows are drawn ahead: those drawn before them were trained on meanwhile."""
+    ahead, alone = stream(spec), stream(spec)
+    for pooled in (ahead, alone):
+        play(pooled, 6)
+        kept = pooled.next(8)
+        heard = {draw: rewards(row) for draw, row in kept}
+        before = json.loads(json.dumps(pooled.state_dict()))
+        if pooled is ahead:
+            pooled.next(8)
+            pooled.next(5)
+        pooled.observe(heard, 6)
+        if pooled is ahead:
+            pooled.undo(before)
+    found, wanted = ahead.state_dict(), alone.state_dict()
+    pools = [state["curriculum"].pop("pools") for state in (found, wanted)]
+    assert found == wanted
+    # but for the order of rows that went back to the front of another pool
+    assert [sorted(pool) for pool in pools[0].values()] == [sorted(pool) for pool in pools[1].values()]
+    if spec is BY_LEVEL:
+        assert pools[0] == pools[1]
+
+
 def test_state_between_drawing_and_hearing_survives() -> None:
     whole, before = stream(BY_RATE), stream(BY_RATE)
     part = whole.next(8)
