@@ -166,9 +166,8 @@ def build_parts(
             closing.callback(worlds.close)
         state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
         run_id = store.resume(state, progress, config, plan.specs, guard)
-        if (
-            guard is None and plan.trained
-        ):  # the checkpoint's scheduler may have factors of a guard that is now off
+        if guard is None and plan.trained:
+            # the checkpoint's scheduler may have factors of a guard that is now off
             scheduler.set_factors({})
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
