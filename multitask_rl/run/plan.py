@@ -202,8 +202,8 @@ def plan_run(
     _check_devices(plan)
     if config.executor == "ray" and config.batch.quorum < 1.0 and any(s.rewards for s in specs.values()):
         logger.warning(
-            "batch.quorum=%g: with executor=ray a step goes on without slow worlds, and waits for all rewards, "
-            "as the pools answer together",
+            "batch.quorum=%g: with executor=ray a step goes on without slow worlds, and waits for all "
+            "rewards, as the pools answer together",
             config.batch.quorum,
         )
     check_overlap(plan)
