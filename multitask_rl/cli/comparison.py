@@ -546,7 +546,7 @@ def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
         ended = [(task, at) for task, at in ends if at < last[run.name]]
         if step is None and ended:
             told = ", ".join(f"{task} (step {at})" for task, at in ended[:5])
-            found.append(f"{run.name} ended at step {last[run.name]} without {told}: not its final weights")
+            found.append(f"{run.name} ended at step {last[run.name]}, and evaluated only before: {told}")
     for arm in arms:
         if not arm.runs[0].config:
             found.append(f"{arm.name}: no configuration was recorded, so the run is an arm of its own")

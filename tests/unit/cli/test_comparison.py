@@ -696,7 +696,7 @@ def test_what_ended_early_is_said_and_a_step_that_all_have_is_named(
     two = _write_run(tmp_path / "two", [(4, "a", values), (4, "b", values)], {"seed": 0, "max_steps": 4})
     notes = " ".join(_costs(capsys, one, two)["notes"])
     assert "--step 4 is the last evaluation that all have" in notes
-    assert f"{one} ended at step 8 without b (step 4)" in notes
+    assert f"{one} ended at step 8, and evaluated only before: b (step 4)" in notes
 
 
 def test_prompts_that_one_seed_lacks_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

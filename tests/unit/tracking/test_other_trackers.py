@@ -68,6 +68,21 @@ def client(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+def test_tensorboard_hides_what_a_rollback_undid(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = TensorBoardTracker(tmp_path, TrackingConfig(), None)
+    tracker.start({})
+    for step in (1, 2, 3, 4):
+        tracker.log_metrics({"train/loss": float(step)}, step)
+    tracker.log_event(Event(step=2, source="guard", kind="rolled_back", reason="from 4 to 2"))
+    tracker.log_metrics({"train/loss": 30.0}, 3)
+    tracker.finish("finished")
+    read = EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(e.step, e.value) for e in read.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
 def test_tensorboard_shows_every_step_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
