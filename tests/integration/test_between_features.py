@@ -1,13 +1,19 @@
 """Features that are right alone, together: what a reader of the whole found."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from multitask_rl.algorithms.distill import Distill
+from multitask_rl.algorithms.grpo import GRPO
+from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
+from multitask_rl.records import Prompt, Rollout, Scored
+from multitask_rl.step.metrics import has_spread
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
 from run_builders import run_config, train, write_run
@@ -152,3 +158,29 @@ def test_a_constraint_that_only_rejects_is_said_to_teach_little(tmp_path, caplog
     )
     Trainer.from_config(run_config(tmp_path, "out", 1)).close()
     assert "take type constrained_decoding" in caplog.text
+
+
+def test_a_teacher_s_groups_count_as_learnable_whatever_their_rewards_are():
+    prompt = Prompt(task="d", prompt_id="x", draw=0, row={}, text="", prompt_ids=[1])
+    failed = [
+        Scored(rollout=Rollout(prompt=prompt, sample=i, response_ids=[1]), reward=0.0) for i in range(4)
+    ]
+    learns = {}
+    for kind in (Distill, GRPO):
+        task = SimpleNamespace(algorithm=kind(kind.Config()), multipliers={})
+        learns[kind] = has_spread(task, failed)
+    assert learns == {Distill: True, GRPO: False}
+
+
+def test_a_renamed_task_goes_on_from_its_buffer():
+    def scored(task, draw):
+        prompt = Prompt(task=task, prompt_id=f"{task}/{draw}", draw=draw, row={}, text="", prompt_ids=[1])
+        return Scored(rollout=Rollout(prompt=prompt, sample=0, response_ids=[2]), reward=float(draw % 2))
+
+    first, renamed = (RewardConditioned(RewardConditioned.Config()) for _ in "ab")
+    for algorithm in (first, renamed):
+        algorithm.bind([40, 41, 42, 43, 44])
+    first.select([scored("old", draw) for draw in range(8)])
+    renamed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    drawn = [sample.task for _ in range(3) for sample in renamed.select([scored("new", 8), scored("new", 9)])]
+    assert drawn == ["new"] * len(drawn)
