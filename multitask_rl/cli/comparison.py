@@ -200,10 +200,11 @@ def group_runs(
     """
     left_out = {} if left_out is None else left_out
     arms: list[Arm] = []
+    defaults = _recorded(RunConfig()), _recorded(TaskSpec(name=""))
     for run in runs:
         settings = {
             key: value
-            for key, value in dotted(_with_defaults(run.config))
+            for key, value in dotted(_with_defaults(run.config, *defaults))
             if not (
                 key == "seed"
                 or key.startswith(IGNORED)
@@ -239,23 +240,23 @@ def group_runs(
     return arms
 
 
-def _with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(
+    config: Mapping[str, Any], of_run: Mapping[str, Any], of_task: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a recorded configuration with today's default for each key that its version did not have yet.
 
     So runs from before and after an update do not differ by the keys that the update brought.
     """
     if not config:
         return {}
-    filled = _filled(config, _defaults(RunConfig()))
+    filled = _filled(config, of_run)
     tasks = config.get("tasks")
     if isinstance(tasks, Mapping) and all(isinstance(task, Mapping) for task in tasks.values()):
-        filled["tasks"] = {
-            name: _filled(task, _defaults(TaskSpec(name=name))) for name, task in tasks.items()
-        }
+        filled["tasks"] = {name: _filled({"name": name, **task}, of_task) for name, task in tasks.items()}
     return filled
 
 
-def _defaults(settings: RunConfig | TaskSpec) -> dict[str, Any]:
+def _recorded(settings: RunConfig | TaskSpec) -> dict[str, Any]:
     """Return all keys as a run records them: as JSON data."""
     recorded: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
     return recorded

@@ -30,7 +30,7 @@ from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, UnavailableError
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import Failure
-from multitask_rl.run.learnable import check_learnable
+from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
@@ -104,6 +104,7 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     keys = Where(path=(f"{where}.algorithm_config",))
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)
+    warnings += [f"{where}: {text}" for text in learnable_warnings(spec, algorithm(config))]
     needs: set[str] = set()
     parameters: set[str] = set()
     traits: dict[str, PluginTraits] = {}

@@ -129,9 +129,11 @@ def _held_out(
                 ends = ends[0], ends[0] - half, ends[0] + half
             for key, value in zip(("y", "low", "high"), ends, strict=True):
                 curve[key].append(_rounded(value))
+        spent_at = [[spending.at(step) for _, spending in at[step]] for step in curve["steps"]]
         for cost in COSTS[1:]:
-            means = [[spending.at(step)[cost] for _, spending in at[step]] for step in curve["steps"]]
-            curve["spent"][cost] = [_rounded(math.fsum(values) / len(values)) for values in means]
+            curve["spent"][cost] = [
+                _rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at
+            ]
         found.append(curve)
     return {"task": task, "metric": metric, "arms": found}
 

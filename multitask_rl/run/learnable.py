@@ -1,4 +1,4 @@
-"""Refuses a task that cannot teach its algorithm. A file without torch, for the command line."""
+"""Refuses a task that cannot teach its algorithm, and warns of one that hardly can; without torch."""
 
 from __future__ import annotations
 
@@ -37,3 +37,16 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
             f"{where}: everything that judges a response has weight 0 (is only measured), so nothing could "
             "be learnt; give a reward another weight, or set evaluation_only: true"
         )
+
+
+def learnable_warnings(spec: TaskSpec, algorithm: Algorithm) -> list[str]:
+    """Warn of a trained task that can learn only if its constraint grades responses that it accepts."""
+    is_judged_alone = bool(spec.judged) and not spec.rewards and algorithm.needs_reward
+    only_rejects = all(c.mode == "reject" for c in spec.judged) and not algorithm.trains_rejected
+    if spec.evaluation_only or not (is_judged_alone and only_rejects):
+        return []
+    return [
+        "rejected responses are not trained on, and without rewards all accepted ones are worth the same "
+        "unless the constraint grades them; take type constrained_decoding, which learns from rejected "
+        "responses, or mode: penalty"
+    ]

@@ -37,7 +37,7 @@ from multitask_rl.plugins import (
 )
 from multitask_rl.records import DatasetRecord
 from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.run.learnable import check_learnable
+from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.step.task_state import build_algorithms, run_sampling
 from multitask_rl.training.backend import TrainingBackend
@@ -188,17 +188,9 @@ def plan_run(
         if spec.curriculum.by not in ("", PASS_RATE):
             pools_by_column(rows[name][0], spec.curriculum, name)
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
-        for warning in constraint_warnings(spec, {}, num_prompts):
+        warnings = constraint_warnings(spec, {}, num_prompts)
+        for warning in [*warnings, *learnable_warnings(spec, plan.algorithms[name])]:
             logger.warning("task %s: %s", name, warning)
-        algorithm, judged = plan.algorithms[name], spec.judged
-        is_judged_alone = bool(judged) and not spec.rewards and algorithm.needs_reward
-        if is_judged_alone and not algorithm.trains_rejected and all(c.mode == "reject" for c in judged):
-            logger.warning(
-                "task %s: rejected responses are not trained on, and without rewards all accepted ones are "
-                "worth the same unless the constraint grades them; take type constrained_decoding, which "
-                "learns from rejected responses, or mode: penalty",
-                name,
-            )
     _check_devices(plan)
     if config.executor == "ray" and config.batch.quorum < 1.0 and any(s.rewards for s in specs.values()):
         logger.warning(

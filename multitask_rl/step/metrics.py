@@ -95,13 +95,15 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
     shown = [own for own in task.metrics.slot_rewards(everything).values() if own]
     credited = [group_rewards(task, group) for group in groups.values()]
     several = [group for group in credited if len(group) > 1]
+    # a teacher needs no best response of a group to follow
+    headrooms = [_headroom(group) for group in several] if task.algorithm.needs_reward else []
     return TaskStats(
         task=task.spec.name,
         num_prompts=len(groups),
         num_informative=sum(has_spread(task, g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
         reward_std=statistics.fmean(map(statistics.pstdev, several)) if several else 0.0,
-        headroom=statistics.fmean(map(_headroom, several)) if several else math.nan,
+        headroom=statistics.fmean(headrooms) if headrooms else math.nan,
         lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],
         highest=sorted((max(own) for own in shown), reverse=True)[:NUM_EXTREMES],
         metrics={**{name: own.mean for name, own in found.items()}, **metrics},

@@ -39,8 +39,11 @@ class Evaluation:
     @property
     def mean(self) -> float:
         """Mean of the prompts that could be scored; NaN without one."""
-        found = [value for value in self.values if math.isfinite(value)]
-        return math.fsum(found) / len(found) if found else math.nan
+        found = self.values
+        if math.isnan(total := math.fsum(found)):
+            found = [value for value in found if math.isfinite(value)]
+            total = math.fsum(found)
+        return total / len(found) if found else math.nan
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,11 +171,13 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
             "gets better: it was written by another version; read it with that one"
         )
     values = [math.nan if value is None else float(value) for value in line["values"]]
+    if not all(map(math.isfinite, values)):
+        values = [value if math.isfinite(value) else math.nan for value in values]
     return Evaluation(
         step=int(line["step"]),
         task=task,
         metric=str(line["metric"]),
-        values=[value if math.isfinite(value) else math.nan for value in values],
+        values=values,
         direction=Direction(line["direction"]),
         error=math.nan if line.get("error") is None else float(line["error"]),
         prompts=str(line.get("prompts", "")),

@@ -149,15 +149,15 @@ def test_settings_that_would_fail_late_are_refused_before_a_model_loads(tmp_path
 
 
 def test_a_constraint_that_only_rejects_is_said_to_teach_little(tmp_path, caplog):
-    write_run(
-        tmp_path,
-        COPY.replace(
-            "rewards: [rewards.py:starts_right]",
-            "constraints: [{plugin: rewards.py:has_no_digit, mode: reject}]",
-        ),
-    )
+    rejects = "constraints: [{plugin: rewards.py:has_no_digit, mode: reject}]"
+    rewarded = "rewards: [rewards.py:starts_right]"
+    write_run(tmp_path, COPY.replace(rewarded, rejects))
     Trainer.from_config(run_config(tmp_path, "out", 1)).close()
     assert "take type constrained_decoding" in caplog.text
+    caplog.clear()
+    write_run(tmp_path, COPY + DIGIT.replace(rewarded, f"evaluation_only: true, {rejects}"))
+    Trainer.from_config(run_config(tmp_path, "other", 1)).close()
+    assert "constrained_decoding" not in caplog.text, "nothing is to be learnt"
 
 
 def test_a_teacher_s_groups_count_as_learnable_whatever_their_rewards_are():
@@ -170,6 +170,21 @@ def test_a_teacher_s_groups_count_as_learnable_whatever_their_rewards_are():
         task = SimpleNamespace(algorithm=kind(kind.Config()), multipliers={})
         learns[kind] = has_spread(task, failed)
     assert learns == {Distill: True, GRPO: False}
+
+
+def test_the_scheduler_sees_a_teacher_s_task_as_one_that_learns(tmp_path):
+    failing = "{type: distill, teacher: actor, dataset: digit.jsonl, rewards: [rewards.py:fails]}"
+    write_run(tmp_path, f"{COPY}  taught: {failing}\n", num_rows=40)
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write("\n\ndef fails(response):\n    return 0.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        train(run_config(tmp_path, "out", 1, **SMALL))
+    lines = (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
+    (step,) = [row for row in map(json.loads, lines) if "train/loss" in row]
+    assert step["task/taught/informative_rate"] == 1.0
+    assert "task/copy/headroom" in step
+    assert "task/taught/headroom" not in step, "what equal rewards say would hold it back"
 
 
 def test_a_renamed_task_goes_on_from_its_buffer():

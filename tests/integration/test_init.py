@@ -52,6 +52,7 @@ def test_the_test_of_its_rewards_passes(here, monkeypatch):
     spec.loader.exec_module(module)
     for test in (module.test_right_number, module.test_letters_in_place):
         (mark,) = test.pytestmark
+        assert len(mark.args[1]) > 1
         for response, value in mark.args[1]:
             test(response, value)
 
