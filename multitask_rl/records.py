@@ -146,6 +146,11 @@ class Prompt:
     """Index in its batch. Responses end in any order; the batch is sorted by this index."""
 
     @property
+    def row_id(self) -> str:
+        """The row's id in its data set: ``prompt_id`` without the task's name, which a user may change."""
+        return self.prompt_id.removeprefix(f"{self.task}/")
+
+    @property
     def group_id(self) -> str:
         """Identifier of its group: equal for all rollouts of one draw of one prompt."""
         return f"{self.task}#{self.draw}"
@@ -314,6 +319,13 @@ class Scored:
         return self.rollout.order
 
 
+def is_sum_of_terms(scored: Scored) -> bool:
+    """Return whether the reward is the sum of ``terms``, but for rounding; True without terms."""
+    applicable = [weight * value for weight, value in scored.terms if not math.isnan(value)]
+    total = math.fsum(applicable)
+    return not scored.terms or math.isclose(scored.reward or 0.0, total, rel_tol=1e-6, abs_tol=1e-9)
+
+
 def concerned_cost(scored: Scored, constraint: str) -> float | None:
     """Return the cost of a record under ``constraint``; None if the constraint does not apply."""
     verdict = scored.rollout.verdicts.get(constraint)
@@ -461,6 +473,9 @@ class TaskStats:
     """The ``NUM_EXTREMES`` smallest of the groups' lowest rewards, ascending."""
     highest: Sequence[float] = ()
     """The ``NUM_EXTREMES`` largest of the groups' highest rewards, descending."""
+    reward_range: tuple[float, float] | None = None
+    """Declared ends of the reward of these slots, by the rewards and penalties that applied to them; None =
+    without slots, or a weighted reward declares no range."""
     shift: float = 0.0
     """Mean reward of uniformly drawn prompts minus ``reward_mean``; 0 unless a curriculum draws."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -83,27 +83,25 @@ def _imports(path: Path) -> list[tuple[str, bool, bool]]:
     return list(_read_imports(path))
 
 
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def _read_imports(path: Path) -> Iterator[tuple[str, bool, bool]]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    typing = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        for inner in ast.walk(node)
-    }
-    inside = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        place = id(node) in inside, id(node) in typing
+    waiting: list[tuple[ast.AST, bool, bool]] = [(_tree(path), False, False)]
+    while waiting:
+        node, inside, typing = waiting.pop()
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, *place
+                yield alias.name, inside, typing
         elif isinstance(node, ast.ImportFrom):
-            yield _absolute(node, path), *place
+            yield _absolute(node, path), inside, typing
+        inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        typing = typing or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
+        for child in ast.iter_child_nodes(node):  # an expression holds no import
+            if isinstance(child, (ast.stmt, ast.ExceptHandler, ast.match_case)):
+                waiting.append((child, inside, typing))
 
 
 def _absolute(node: ast.ImportFrom, path: Path) -> str:
@@ -219,7 +217,7 @@ def test_every_attribute_is_born_in_init_or_the_class_body() -> None:
     """``__init__`` may leave some to methods that it calls."""
     classes: dict[str, list[tuple[str, ast.ClassDef]]] = {}
     for module, path in modules("multitask_rl"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(_tree(path)):
             if isinstance(node, ast.ClassDef):
                 classes.setdefault(node.name, []).append((module, node))
 

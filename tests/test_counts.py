@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 
 CORE = Path(__file__).parents[1] / "multitask_rl"
@@ -31,6 +32,7 @@ FOREIGN = {
 """Room -> ``getattr`` and ``hasattr`` in it at most, and whose objects they read."""
 
 
+@cache
 def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(CORE.rglob("*.py"))}
 

@@ -2,11 +2,13 @@
 
 import ast
 import contextlib
+import io
 import json
 import re
 import runpy
 import shlex
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -140,37 +142,52 @@ COMMAND = re.compile(r"^    multitask-rl ((?:.*\\\n)*.*)$", re.MULTILINE)
 RUN_OF_A_PAGE = ["tasks_file=tasks.yaml", "model.name_or_path=MODEL"]
 
 
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory with a run's files and a task of each name that the pages use."""
+    folder = tmp_path_factory.mktemp("project")
+    assert main(["init", str(folder), "--model", "MODEL", "--yes"]) == 0
+    shutil.copytree(ROOT / "configs", folder / "configs", dirs_exist_ok=True)
+    for name in ("tasks", "all"):
+        task = {"dataset": "data/sums.jsonl", "rewards": ["rewards.py:right_number"]}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": {"math": task, "code": task}}))
+    return folder
+
+
+@cache
+def help_of(command: str) -> str:
+    """Return what a command prints for ``--help``."""
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.suppress(SystemExit):
+        main([*command.split(), "--help"])
+    return told.getvalue()
+
+
+@cache
+def composes(*words: str) -> bool:
+    """Whether the words of ``multitask-rl train`` make the configuration of a run."""
+    seen = list[RunConfig]()
+    assert compose_and_run(list(words), "train", seen.append) == 0
+    return bool(seen[0].output_dir)
+
+
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if page.suffix == ".md"],
     ids=lambda page: page.relative_to(ROOT).as_posix(),
 )
-def test_commands_of_a_page_are_commands(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_of_a_page_are_commands(page: Path, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each exists with the options that it is given; the configuration of each run is one."""
-    monkeypatch.chdir(tmp_path)
-    main(["init", ".", "--model", "MODEL", "--yes"])
-    shutil.copytree(ROOT / "configs", tmp_path / "configs", dirs_exist_ok=True)
-    for name in ("tasks", "all"):  # a task of each name that the pages use
-        task = {"dataset": "data/sums.jsonl", "rewards": ["rewards.py:right_number"]}
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"tasks": {"math": task, "code": task}}))
+    monkeypatch.chdir(project)
     for command in COMMAND.findall(page.read_text(encoding="utf-8")):
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         name = "sandbox corpus" if words[:2] == ["sandbox", "corpus"] else words[0]
         assert name in COMMANDS, command
         options = [word for word in words if word.startswith("--")]
         if name == "train" and "--multirun" not in options:
-            seen = list[RunConfig]()
             words = [part for word in words[1:] for part in (RUN_OF_A_PAGE if word == "..." else [word])]
-            assert compose_and_run(words, "train", seen.append) == 0
-            assert seen[0].output_dir, command
+            assert composes(*words), command
             continue
-        capsys.readouterr()
-        with contextlib.suppress(SystemExit):
-            main([*name.split(), "--help"])
-        told = capsys.readouterr().out
-        assert [option for option in options if option not in told] == [], command
+        assert [option for option in options if option not in help_of(name)] == [], command
 
 
 OURS = r"python ((?:benchmarks|docs|examples)/"

@@ -68,6 +68,8 @@ class CreditBatch:
     one."""
     multipliers: tuple[float, ...] = ()
     """[C] Lagrange multiplier of each, >= 0."""
+    constraints: tuple[str, ...] = ()
+    """[C] name of each."""
     component_rewards: Tensor | None = None
     """[B, R] the summands of the reward one by one (GDPO): rewards and penalties, NaN = not applicable."""
     component_weights: Tensor | None = None

@@ -65,7 +65,7 @@ class GRPO(Algorithm):
 
     def __init__(self, config: AlgorithmConfig) -> None:
         super().__init__(config)
-        self._scales = {"reward": RunningScale(), "cost": RunningScale()}
+        self._scales = {"reward": RunningScale()}
 
     @property
     def min_group_size(self) -> int:
@@ -81,7 +81,7 @@ class GRPO(Algorithm):
         return group.centre(values, batch.groups)
 
     def normalise(self, deviations: Tensor, batch: CreditBatch, signal: str) -> Tensor:
-        """Return centred values [B] over the running scale ``signal``: ``reward``, ``cost``, ``cost_1``..."""
+        """Return centred values [B] over the running scale of a signal: ``reward``, ``cost/<constraint>``."""
         if self.config.normalisation == "none":
             return deviations
         if self.config.normalisation == "group":
@@ -103,7 +103,8 @@ class GRPO(Algorithm):
         metrics = {"reward_scale": self._scales["reward"].value}
 
         def of_cost(own: CreditBatch, index: int) -> Tensor:
-            return self.normalise(self.centre(own.rewards, own), own, f"cost_{index}" if index else "cost")
+            name = batch.constraints[index] if batch.constraints else str(index)
+            return self.normalise(self.centre(own.rewards, own), own, f"cost/{name}")
 
         advantages = subtract_costs(advantages, batch, of_cost)
         if batch.kl_coefficient > 0:
@@ -125,5 +126,6 @@ class GRPO(Algorithm):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
+        self._scales = {"reward": RunningScale()}  # costs that came later have none
         for key, saved in state.items():
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import pkgutil
 import re
 import sys
@@ -105,6 +106,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         print(f"interrupted by {error}" if str(error) else "interrupted", file=sys.stderr)
         return getattr(error, "exit_code", 130)
+    except BrokenPipeError:  # the reader of a pipe has had enough: ``| head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
+        return 141
     except Exception as error:  # noqa: BLE001 - the last boundary: a bug ends as one paragraph and exit code 1
         if debug:
             traceback.print_exception(error)

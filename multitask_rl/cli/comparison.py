@@ -236,6 +236,8 @@ def group_runs(
                 str(run.config.get("seed")).zfill(20),
             )
         )
+        tasks = {key.split(".")[1] for key in arm.settings if key.startswith("tasks.")}
+        arm.settings |= {f"tasks.{task}": "present" for task in tasks}
     _name(arms)
     return arms
 
@@ -290,9 +292,14 @@ def _last_step(run: RunRecord) -> int:
 
 
 def differing(arms: Sequence[Arm]) -> list[str]:
-    """Return the keys of configuration whose values differ between arms."""
+    """Return the keys of configuration whose values differ between arms.
+
+    A task that an arm lacks is one key, ``tasks.<name>``.
+    """
     keys = dict.fromkeys(key for arm in arms for key in arm.settings)
-    return [key for key in keys if any(arm.settings.get(key) != arms[0].settings.get(key) for arm in arms)]
+    found = [key for key in keys if any(arm.settings.get(key) != arms[0].settings.get(key) for arm in arms)]
+    lacking = tuple(f"{key}." for key in found if key.startswith("tasks.") and key.count(".") == 1)
+    return [key for key in found if not key.startswith(lacking)]
 
 
 def _name(arms: Sequence[Arm]) -> None:
@@ -421,9 +428,12 @@ def costs(
             there = [at for at in found if at is not None]
             reached[-1][task] = {"reached": len(there), "runs": len(found), **_mean_costs(there)}
         for run, spending in zip(arm.runs, of_runs, strict=True):
-            planned, made = run.config.get("max_steps"), spending.total["steps"]
+            planned, made = run.config.get("max_steps"), spending.steps[-1] if spending.steps else 0
             if isinstance(planned, int) and made < planned:
-                notes.append(f"{run.name} has made {made:.0f} of {planned} steps")
+                notes.append(f"{run.name} has made {made} of {planned} steps")
+            if not spending.is_whole and spending.steps:
+                begins = f"{run.name} begins at step {spending.steps[0] - 1}"
+                notes.append(f"{begins}: what was spent before it is not known, so its costs are not told")
     return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
 
 
@@ -671,5 +681,5 @@ def render_comparison(
         rows = [[key, *map(_plain, pair)] for key, pair in result["config"].items()]
         parts.append(ruled([["configuration", "base", "other"], *rows]))
     elif result["config"] is not None:
-        parts.append("the configurations do not differ")
+        parts.append("the configurations do not differ, except in the seed if there are several")
     return "\n\n".join(parts)

@@ -46,12 +46,12 @@ def main(arguments: list[str]) -> int:
     if (out / "tasks.yaml").exists():
         raise ConfigError(f"{out / 'tasks.yaml'} exists already; name another folder with --out DIR")
     paths = done.write(out)
-    load_tasks(out / "tasks.yaml")
     for line in done.report():
         print(printable(line))
     folder = shlex.quote(str(out))
     model = "" if "model.name_or_path" in done.run else " model.name_or_path=MODEL"
-    print(f"\nwritten: {', '.join(map(str, paths))}")
+    print(f"\nwritten: {', '.join(map(str, paths))}", flush=True)
+    load_tasks(out / "tasks.yaml")
     print(f"next: multitask-rl tasks validate {folder}/tasks.yaml")
     print(f"      multitask-rl train --config-dir {folder} +experiment={EXPERIMENT}{model}")
     return 0

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     for note in notes:
         print(f"note: {note}")
-    print(f"next: cd {directory}")
+    print(f"next: cd {shlex.quote(str(directory))}")
     for command in ("doctor", "train"):
         print(f"      multitask-rl {command} --config-dir configs +experiment=first")
     print("      multitask-rl report runs/first --html report.html")
@@ -221,7 +222,7 @@ def project_files(name: str, tasks: Sequence[str], run: dict[str, Any]) -> dict[
         }
         own = (
             "| `rewards.py`, `test_rewards.py` | the rewards and their tests (`pytest`) |\n"
-            "| `data/` | rows: `prompt`, `reference`. Put your own there; a twentieth is held out |\n"
+            "| `data/` | rows: `prompt`, `reference`. Put your own there; a tenth is held out |\n"
         )
     files["README.md"] = Template(_template("project_readme")).substitute(name=name, own=own)
     return files

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe", type=Path, help=_RECIPES)
     parser.add_argument("--dry-run", action="store_true", help="print the commands only")
     parser.add_argument("overrides", nargs="*", help="key=value arguments of `multitask-rl train`")
-    given = parser.parse_args(arguments)
+    given = parser.parse_intermixed_args(arguments)
     commands, manifest = build_commands(given.recipe, given.overrides)
     if manifest:
         print(manifest)

@@ -154,7 +154,10 @@ class SchedulerPolicy:
         """Update the policy's own state by the change of the smoothed level of each task that had prompts."""
 
     def _preferences(self) -> dict[str, float]:
-        """Return a number >= 0 per task, in proportion to the prior at equal evidence; see ``weights``."""
+        """Return a preference >= 0 per task; ``weights`` normalises them.
+
+        Tasks with equal statistics get preferences in proportion to their priors.
+        """
         return dict(self.prior)
 
     def state_dict(self) -> dict[str, Any]:

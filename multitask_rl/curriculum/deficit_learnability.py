@@ -19,14 +19,14 @@ class DeficitLearnability(SchedulerPolicy):
     ``l_k = sqrt(min(1, nz_k / enough_informative)) * min(1, h_k / (nz_k * d_k * enough_headroom))`` is the
     learnability, and not below its value at ``nz_k = min_informative``. ``nz_k`` is the smoothed share of
     groups with a gradient, ``h_k`` the smoothed distance from the best response of a group to the mean of the
-    others, so ``h_k / nz_k`` is that of a group with a gradient. Where it is a small part of the distance to
-    the target, the groups differ, but not in what is missing: in their form, say, for a tenth of the reward.
-    With 0/1 rewards it never is.
+    others; ``h_k / nz_k`` is this distance in groups with a gradient. If it is small beside ``d_k``, the
+    responses differ in something that does not lead to the target, e.g. in a format worth a tenth of the
+    reward. With 0/1 rewards it is never small.
 
     Learnability holds back tasks that do not learn yet. It must not rank tasks that do learn: a task has few
-    informative groups while it is hard, and again when most of its prompts are solved. At a = 1 the nearly
-    learnt tasks keep a third of the prompts above the floors; the highest score uses them better
-    (``benchmarks/multitask.py scheduler``).
+    informative groups while it is hard, and again when most of its prompts are solved. With sharpness 1, a
+    third of the prompts above the floors goes to nearly learnt tasks. A larger sharpness gives them to the
+    tasks with the highest scores, which trains better (``benchmarks/multitask.py scheduler``).
 
     Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
     task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the

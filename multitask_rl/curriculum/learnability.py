@@ -16,9 +16,9 @@ class Learnability(SchedulerPolicy):
     deviation within groups on the scale of levels, ``sqrt(p (1 - p))`` for a 0/1 reward, cleared of noise
     (``SchedulerPolicy.clear``). It ignores targets: a task whose level is near 0 gets only its floor.
 
-    Source: SEC (arXiv:2505.14970), Algorithm 1, and DUMP (arXiv:2504.09710); both use the mean absolute
-    advantage, which is constant for every mixed group once divided by the group's standard deviation, so the
-    spread itself is used here.
+    Source: SEC (arXiv:2505.14970), Algorithm 1, and DUMP (arXiv:2504.09710). Both use the mean absolute
+    advantage, which depends on the algorithm; the spread does not. For a 0/1 reward, with advantages divided
+    by the group's standard deviation, it is ``2 sqrt(p (1 - p))``: twice the spread.
     """
 
     @dataclass(kw_only=True, slots=True)

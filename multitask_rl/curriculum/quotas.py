@@ -39,11 +39,15 @@ def raise_to_floors(probs: Mapping[str, float], floors: Mapping[str, float]) -> 
 def apportion(
     shares: Mapping[str, float], total: int, carry: Mapping[str, float], tie_break: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Split ``total`` prompts by ``shares`` (sum 1) and what earlier steps still owe; return the new carry.
+    """Split ``total`` prompts by ``shares`` (sum 1) and ``carry``; return prompts per task and the new carry.
 
-    A task is entitled to ``share * total + carry`` prompts. It gets the integer part, at least 0; the
-    remaining prompts go to the tasks with the largest remainders. A task with share 0 gets nothing and is
-    owed nothing. A negative carry is more than the share; ``tie_break`` ranks tasks with equal remainders.
+    ``carry`` is what earlier steps owe a task, in prompts; below 0, it got more than its share. A task is
+    entitled to ``share * total + carry`` prompts. It gets the integer part, at least 0; the remaining prompts
+    go to the tasks with the largest remainders. ``tie_break`` ranks tasks with equal remainders. A task with
+    share 0 gets nothing and is owed nothing.
+
+    Raises:
+        ValueError: ``total`` is negative, or no task has a share above 0.
 
     >>> apportion({"a": 0.5, "b": 0.5}, 3, {}, {"a": 0, "b": 1})
     ({'a': 2, 'b': 1}, {'a': -0.5, 'b': 0.5})

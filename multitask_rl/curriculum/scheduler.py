@@ -235,7 +235,10 @@ class DynamicTaskWeightScheduler:
             reasons = self._policy.reasons()
             change = f"share of {task} {old.get(task, 0.0):.3f} -> {new[task]:.3f}"
             data = {"from": dict(old), "to": new, "reasons": reasons, "policy": self.policy_name}
-            events.append(_event("reweight", f"{change}: {reasons.get(task, 'not trained')}", task, data))
+            reason = reasons.get(task, "not trained")
+            if held := [f"{other} x {factor:g}" for other, factor in self._factors.items() if factor != 1.0]:
+                reason = f"the guard scales the shares ({', '.join(held)}); {reason}"
+            events.append(_event("reweight", f"{change}: {reason}", task, data))
         return [dataclasses.replace(event, step=step) for event in events]
 
     def calibrate(
@@ -291,10 +294,11 @@ class DynamicTaskWeightScheduler:
         return counts
 
     def carry_over(self, shortfall: Mapping[str, int], num_prompts: int) -> None:
-        """Carry the missing groups of each task over to later quotas, at the expense of the other tasks.
+        """Add the groups that each task is short of to its later quotas, at the expense of the other tasks.
 
-        Otherwise the task's share of the training would stay below its weight, as refill cannot always find
-        as many informative groups as the quota. At most the quota of one step of ``num_prompts`` is carried.
+        ``shortfall`` counts groups of the quota without a gradient that refill could not replace. Without the
+        carry the task would get less training than its weight says. A task carries at most its quota of one
+        step of ``num_prompts``.
         """
         if not shortfall:
             return
@@ -361,15 +365,21 @@ class DynamicTaskWeightScheduler:
         self.carry = rename_tasks(state["carry"], renamed, self.tasks)
         self._factors, self._shares = rename_tasks(state["factors"], renamed, self.tasks), None
         self._calibrated_at = state["calibrated_at"]
-        self._reported = self.weights() | rename_tasks(state["reported"], renamed, self.tasks)
+        self._reported = self.weights()
+        if not any(event.kind == "weights" for event in self._pending):  # else weights or tasks have changed
+            self._reported |= rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]
 
 
 class UnlearnableGate:
-    """Holds a task at its floor after 200 steps in which under 2 % of its groups gave a gradient.
+    """Holds a task that RL cannot learn at its floor.
 
-    RL cannot start on a task that is never solved: all rollouts of a group fail alike, every advantage is 0.
-    A policy that favours the worst task would give it the whole budget. More than 5 % release it.
+    If a task is never solved, all rollouts of a group fail alike and every advantage is 0; a policy that
+    favours the worst task would give it the whole budget.
+
+    - Held: the smoothed share of groups with a gradient is below 2 % for 200 steps in a row.
+    - Released: that share is above 5 %.
+    - A task at 90 % of its target or more is solved: it is never held, and released if it is.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:

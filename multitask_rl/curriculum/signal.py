@@ -1,7 +1,8 @@
 """Level, spread and progress of a task from its step statistics, smoothed, on one scale for all tasks.
 
 A level in [0, 1] is the position of the mean reward within the reward's range: the declared range
-(``reward_ranges``), else the observed range. Targets are levels.
+(``reward_ranges``), else the observed range. Of rewards that exclude each other, so that their sum never
+reaches the declared ends, it is the range of those that applied together. Targets are levels.
 
 Training prompts repeat and are memorised, sooner in tasks with more prompts, so the training reward
 overstates the level. Evaluations correct the level by the difference between held-out and training reward.
@@ -105,6 +106,8 @@ class TaskTrace:
     """Variance of ``offset`` from the held-out prompts alone."""
     evaluations: int = 0
     """Number of held-out values in ``offset``."""
+    applied: tuple[float, float] | None = None
+    """Declared ends of the rewards of all slots so far; None before the first."""
     shown: ShownRange = field(default_factory=ShownRange)
     """Observed range of the rewards; empty when another metric is watched."""
 
@@ -113,7 +116,8 @@ class TaskTrace:
     ) -> float | None:
         """Add one step; return the change of the smoothed level, None without prompts or finite value.
 
-        The gain for ``n`` prompts is ``min(smoothing, n / prompts_averaged)``, at least ``n`` over all.
+        The gain for ``n`` prompts is ``min(smoothing, n / prompts_averaged)``, but at least ``n`` divided by
+        the number of the task's prompts so far.
         """
         if stats.num_prompts <= 0:
             return None
@@ -130,6 +134,9 @@ class TaskTrace:
         self.steps += 1
         self.prompts += n
         if metric_key == REWARD_SCORE:
+            if (applied := stats.reward_range) is not None:
+                known = self.applied or applied
+                self.applied = min(known[0], applied[0]), max(known[1], applied[1])
             self.shown.widen(
                 stats.lowest or [value - _SPREAD * std], stats.highest or [value + _SPREAD * std]
             )
@@ -171,9 +178,9 @@ class TaskTrace:
 
     @property
     def headroom(self) -> tuple[float, float]:
-        """How far the best of a group is above the others, on the scale of levels, and its error.
+        """Distance from a group's best reward to the mean of the others, and its standard error.
 
-        1 while no group has told.
+        Smoothed, on the scale of levels; ``(1, 0)`` before the first group of two or more.
         """
         low, high = self._scale
         if not self.above.steps:
@@ -188,8 +195,10 @@ class TaskTrace:
     @property
     def _scale(self) -> tuple[float, float]:
         """Ends of the scale, ``low < high``."""
-        if self.known_range is not None and self.known_range[0] < self.known_range[1]:
-            return self.known_range
+        if self.known_range is not None:
+            low, high = self.applied or self.known_range
+            if low < high:
+                return low, high
         # without ends: another metric, or rewards that have not differed yet
         return self.shown.ends or (min(0.0, self.raw.value), max(1.0, self.raw.value))
 
@@ -197,7 +206,9 @@ class TaskTrace:
     def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
         """Return the trace whose ``asdict`` is ``state``."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "above", "with_gradient")}
-        return cls(**{**state, **averages, "shown": ShownRange(**state["shown"]), "known_range": known_range})
+        applied = tuple(state["applied"]) if state.get("applied") else None
+        own = {"shown": ShownRange(**state["shown"]), "applied": applied, "known_range": known_range}
+        return cls(**{**state, **averages, **own})
 
 
 def place(value: float, low: float, high: float) -> float:

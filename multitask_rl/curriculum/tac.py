@@ -18,9 +18,9 @@ class TAC(Learnability):
     """Transfer-aware curriculum: learnability times what an update on the task does for the others.
 
     ``r_k = prior_k * exp(s_k / temperature)``, normalised, with ``s_k = Q_k * max(0, 1 + alpha * T_k)``,
-    cleared of noise (``SchedulerPolicy.clear``). ``Q_k`` is that of ``learnability``. ``T_k`` in [-1, 1] is
-    the mean of the cosines between the gradients of ``k`` and of each other task, weighted by the priors of
-    these, smoothed over the comparisons. A task without a comparison has ``T_k = 0``.
+    cleared of noise (``SchedulerPolicy.clear``). ``Q_k`` is that of ``learnability``. ``T_k`` in [-1, 1], the
+    transfer, is the mean cosine between the gradient of ``k`` and those of the other tasks, weighted by their
+    priors and smoothed over comparisons. A task without a comparison has ``T_k = 0``.
 
     A cosine of noisy gradients is nearer to 0 than that of the true ones: with few prompts per step the
     transfer counts little.

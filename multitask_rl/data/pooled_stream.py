@@ -35,8 +35,9 @@ class PooledStream(PromptStream):
 
     Pools are fixed by a column of the rows, or follow the observed pass rate: the moving average of the mean
     reward of a row's groups. Rows that were never drawn form their own pool, which counts as most learnable
-    until measured. Within a pool the row drawn longest ago is next. Shares become whole draws by largest
-    remainder with carry (``curriculum/quotas.py``).
+    until measured. A row that could not be judged when last drawn counts as one that teaches nothing. Within
+    a pool the row drawn longest ago is next. Shares become whole draws by largest remainder with carry
+    (``curriculum/quotas.py``).
 
     Draws depend on the seed and on the observed rewards; ``state_dict`` holds both. ``spec.by`` is given.
     ``late_steps``: how many steps after its batch a group may still come; what comes later teaches nothing.
@@ -72,6 +73,8 @@ class PooledStream(PromptStream):
         self._pending: dict[int, tuple[int, str]] = {}
         self._missed: dict[int, int] = {}
         self._last_draw: dict[int, int] = {}
+        self._unjudged: set[int] = set()
+        """Rows that could not be judged when last drawn: none of the group was scored, or it is too long."""
         self._reported = self._shares()
         self._step_draws: Counter[str] = Counter()
 
@@ -109,10 +112,11 @@ class PooledStream(PromptStream):
             index, pool = self._pending.pop(draw, (-1, ""))
             if index < 0:
                 continue
-            self._step_draws[pool] += 1
             if rewards:
+                self._step_draws[pool] += 1
                 usual = self._scale.clip(rewards)
                 self._estimates[pool].observe(usual)
+                self._unjudged.discard(index)
                 if self._spec.by == PASS_RATE:
                     mean = math.fsum(usual) / len(usual)
                     old = self._rates.get(index, mean)
@@ -121,11 +125,13 @@ class PooledStream(PromptStream):
                     for rows in self._pools.values():
                         rows.pop(index, None)
                     self._pools[str(min(number, self._spec.pools - 1))][index] = None
+            else:
+                self._unjudged.add(index)
         # forget earlier draws that cannot come any more: too late, or too long for the model
         last = max(groups, default=-1)
         for draw in [d for d in self._pending if d <= last]:
             if step - self._missed.setdefault(draw, step) >= self._late_steps:
-                del self._pending[draw]
+                self._unjudged.add(self._pending.pop(draw)[0])
         self._missed = {draw: since for draw, since in self._missed.items() if draw in self._pending}
         return self._report(step)
 
@@ -136,7 +142,8 @@ class PooledStream(PromptStream):
         mean rewards, over the pools that were measured. A level without it would fall as the hard prompts
         are chosen, though nothing was lost.
         """
-        sizes = {name: len(self._pools[name]) for name, e in self._estimates.items() if e.groups}
+        judged = self._num_judged()
+        sizes = {name: judged[name] for name, e in self._estimates.items() if e.groups}
         size, draws = sum(sizes.values()), self._step_draws.total()
         if not size or not draws:
             return 0.0
@@ -146,7 +153,7 @@ class PooledStream(PromptStream):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``pool/<i>/share`` of the last observed draws, ``pool/<i>/pass_rate`` where known."""
+        """Return ``pool/<i>/share`` of the last step's judged draws, ``pool/<i>/pass_rate`` where known."""
         total = max(1, self._step_draws.total())
         numbers: dict[str, float] = {}
         for name, estimate in self._estimates.items():
@@ -155,9 +162,20 @@ class PooledStream(PromptStream):
                 numbers[f"pool/{name}/pass_rate"] = estimate.pass_rate(self._scale)
         return numbers
 
+    def _num_judged(self) -> dict[str, int]:
+        """Return the number of rows by pool, without those that could not be judged."""
+        return {
+            name: len(pool) - sum(index in pool for index in self._unjudged)
+            for name, pool in self._pools.items()
+        }
+
     def _shares(self) -> dict[str, float]:
-        sizes = {name: len(pool) for name, pool in self._pools.items()}
-        learnability = {name: e.learnability(self._scale) for name, e in self._estimates.items()}
+        sizes, judged = {name: len(pool) for name, pool in self._pools.items()}, self._num_judged()
+        # what cannot be judged teaches nothing: it has the floor alone
+        learnability = {
+            name: e.learnability(self._scale) * judged[name] / max(1, sizes[name])
+            for name, e in self._estimates.items()
+        }
         return pool_shares(sizes, learnability, self._spec.floor)
 
     def _report(self, step: int) -> list[Event]:
@@ -198,6 +216,7 @@ class PooledStream(PromptStream):
                 "reported": dict(self._reported),
                 "step_draws": dict(self._step_draws),
                 "last_draw": {str(index): draw for index, draw in self._last_draw.items()},
+                "unjudged": sorted(self._unjudged),
             },
         }
 
@@ -255,6 +274,7 @@ class PooledStream(PromptStream):
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
         self._last_draw = {int(index): draw for index, draw in saved.get("last_draw", {}).items()}
+        self._unjudged = set(saved.get("unjudged", ()))
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:

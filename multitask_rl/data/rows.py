@@ -205,6 +205,11 @@ def _hold_out(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
 
 def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
     """Return a warning if held-out rows say little about other prompts; else ""."""
+    if isinstance(held_out, ReportedRows) and spec.kind == "anchor":
+        return (
+            "the rows are of the split test: they are only reported, so that the guard cannot watch this "
+            "anchor; name another split in eval_split, e.g. train: an anchor is never trained on"
+        )
     if isinstance(held_out, ReportedRows) and len(train) > 1:
         return (
             "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "

@@ -1,7 +1,8 @@
 """One engine in its Ray actor.
 
-The engine decodes in a thread and waits for the caller only when a monitor has to look at responses: monitors
-ask reward pools, so they stay with the caller. Calls return while the engine makes steps: silence is a hang.
+The engine generates in a thread. Monitors need the reward pools and run in the caller's process, so the
+engine waits while a monitor checks responses. ``advance`` returns regularly while the engine makes steps: if
+it does not return, the engine hangs.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class EngineReplica:
     """An engine in a process of its own, with the copy of the actor it is built from.
 
     Args:
-        build: returns both; called by ``load``.
-        beat_s: ``advance`` returns after so many seconds in which the engine made a step.
+        build: returns the engine and its actor; called by ``load``.
+        beat_s: seconds without an ended sample after which ``advance`` returns, if the engine made a step.
     """
 
     _engine: RolloutEngine
@@ -131,15 +132,19 @@ class EngineReplica:
         return answer
 
     def advance(self, answer: Sequence[bool] | None) -> tuple[list[Ended], Look | None, bool]:
-        """Return what ended since the last call, a ``Look`` to answer, and whether the stream is at its end.
+        """Return the samples that ended, a ``Look`` to answer or None, and whether the stream has ended.
 
-        It returns at once with a ``Look`` or the end, else with the samples of a slice of time, at least one:
-        a call costs about as much as a decode step of a small model. It returns with nothing when no sample
-        ended in ``beat_s``, but not if the engine made no step: then something hangs. Before its first step
-        of all an engine may compile.
+        It returns
+
+        - at once with a ``Look``, at the end of the stream, and with an exception of the engine;
+        - after ``SLICE_S`` seconds, or at the first sample if that is later: a call per sample would cost as
+          much as a decode step of a small model;
+        - without samples, if none ended in ``beat_s`` seconds but the engine made a step. If it made none,
+          the call goes on and the caller's time limit finds the hang. Before its first step an engine may
+          compile, and some engines report no steps: then the call returns.
 
         Args:
-            answer: to the last ``Look``.
+            answer: the answer to the last ``Look``.
         """
         assert self._thread is not None, "begin comes first"
         if answer is not None:

@@ -17,9 +17,9 @@ from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
 Confirm = Callable[[str], tuple[TaskEvaluation, TaskEvaluation] | None]
-"""``confirm(task)`` evaluates the current weights and the weights last judged good, on the same prompts and
-seeds, which are new at every call. It returns ``(current, reference)``, each with the step of its weights;
-None if no good weights are kept."""
+"""``confirm(task)`` evaluates the current weights and the weights last judged good. Both get the task's
+held-out prompts and the same seeds; every call uses new seeds. It returns ``(current, good)``, each with the
+step of its weights, or None if no checkpoint is judged good."""
 
 _OF_SAFETY_GUARD = ("monitor_metrics", "threshold_delta", "absolute", "max_rollbacks")
 

@@ -39,9 +39,10 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RollbackAdjustments:
-    """Changes after a rollback, so that the same failure does not repeat; the defaults change nothing.
+    """Changes to training after a regression, so that it does not repeat; the defaults change nothing.
 
-    PaLM skipped 200 to 500 batches after a restart (arXiv:2204.02311, section 5.1).
+    ``reweight`` and ``freeze`` set the shares; a rollback sets the learning rate and the data, too. PaLM
+    skipped 200 to 500 batches after a restart (arXiv:2204.02311, section 5.1).
     """
 
     skip_data: bool = False
@@ -85,7 +86,7 @@ class GuardDecision:
     reason: str = ""
     """One sentence for a person."""
     statistics: Mapping[str, float] = field(default_factory=dict)
-    """``value``, ``reference``, ``drop``, ``cusum``, ``cusum_limit``, ``z``..., JSON-able."""
+    """Numbers behind the decision, JSON-able: ``value``, ``demonstrated``, ``drop``, ``cusum``, ``z``..."""
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
     """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)

@@ -44,7 +44,8 @@ class StepHistory:
                 "step": step,
                 "updates": float(seen.num_informative),
                 "prompts": float(seen.num_prompts),
-                "reward": seen.reward_mean,
+                # of uniformly drawn prompts: a curriculum that draws easier ones is no rise of the reward
+                "reward": seen.reward_mean + seen.shift,
             }
             for name in _METRICS:
                 entry[name] = seen.metrics.get(name, math.nan)
@@ -119,7 +120,11 @@ class Observation:
 
 
 class HackingDetector:
-    """Looks for the signs in this module's docstring, over the last ``_WINDOW`` evaluations of every task."""
+    """Detects the signs that the module lists, per task.
+
+    Hacking is a trend over the last ``_WINDOW`` evaluations. Entropy and length are compared with the task's
+    first evaluation. Starvation is two evaluation intervals without a training sample.
+    """
 
     def __init__(self, config: SafetyGuardConfig) -> None:
         self._config = config

@@ -79,7 +79,10 @@ class SafetyGuard(Guard):
     def bind(self, tasks: Collection[str], metrics: Mapping[str, Mapping[str, bool]] | None = None) -> None:
         """Set the evaluated tasks and reset the state.
 
-        Without ``metrics`` the names in the settings are checked when an evaluation comes.
+        Without ``metrics`` an unknown ``task/metric`` shows at the first evaluation only, as an alarm event.
+
+        Raises:
+            ConfigError: ``monitor_metrics`` names an unknown task or metric, or one without a direction.
         """
         section = self._section
         entries = section.monitor_metrics if tasks else ()
@@ -190,7 +193,10 @@ class SafetyGuard(Guard):
         return choose_target(good, seen, fell_after=self._good_until)
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
-        """Restore the detectors as they were at ``target``; the count of rollbacks stays."""
+        """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
+
+        The rollback counts towards ``max_rollbacks``.
+        """
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
         self._since_good = 0
         if target.step < self._good_at:  # values of weights that are undone are nothing to compare with
@@ -222,7 +228,10 @@ class SafetyGuard(Guard):
         return dict(self._adjustments.weight_factors)
 
     def metrics(self) -> dict[str, float]:
-        """Return value, demonstrated value, CUSUM and its limit per watched metric: ``guard/<key>/...``."""
+        """Return ``guard/judged_good``, ``guard/rollbacks`` and per watched metric ``guard/<key>/...``.
+
+        These are ``value``, ``demonstrated``, ``cusum`` and ``cusum_limit``.
+        """
         values = {"guard/judged_good": float(self._judged_good)}
         values["guard/rollbacks"] = float(len(self._rollbacks))
         for metric in self._watched:
@@ -379,10 +388,10 @@ class SafetyGuard(Guard):
 
         The numbers of the test are added to ``statistics``.
 
-        A fresh evaluation uses new prompts or seeds for both weights. It is independent of the detector, so a
-        false alarm must happen twice by chance. During an alarm fresh evaluations are collected, so that two
-        or three of them find a fall that one is too small to show. Without values per prompt to compare (no
-        weights were judged good yet) the detector alone decides.
+        A fresh evaluation samples from both weights with new seeds. It is independent of the detector: a
+        false alarm passes only if both err by chance. Fresh evaluations of one alarm are pooled: two or three
+        show a fall that is too small for one. If no weights were judged good yet, there is nothing to compare
+        with and the detector alone decides.
         """
         stored = metric.find(evaluation)
         if not self.config.confirm or stored is None:

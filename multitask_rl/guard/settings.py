@@ -15,13 +15,15 @@ class SafetyGuardConfig(Settings):
     """Keys of ``guard_config``."""
 
     cusum_limit: Positive = 5.0
-    """h: evidence at which the screen fires, standard errors."""
+    """h: CUSUM above which a metric raises an alarm, in standard errors."""
     warmup: Count = 4
     """Evaluations before the guard acts."""
     min_demonstrated: NotNegative = 0.05
-    """A relative ``threshold_delta`` is not applied below this demonstrated value of a metric in [0, 1]."""
+    """With a relative ``threshold_delta``, a metric in [0, 1] raises no alarm while its demonstrated value is
+    below this."""
     cooldown_steps: Natural = 100
-    """Steps after a rollback without alarms; doubled by each further rollback in the window."""
+    """Steps after a rollback in which evidence does not add up over evaluations: only one that alone exceeds
+    the limit raises an alarm. Doubled by each further rollback in the window."""
     rollback_window: Count = 1000
     """Steps over which ``max_rollbacks`` are counted."""
     confirm: bool = True
@@ -29,8 +31,8 @@ class SafetyGuardConfig(Settings):
     confirm_z: Annotated[float, Range("[0, 30]")] = 3.09
     """Normal quantile a fresh paired evaluation must exceed (3.09 = one in a thousand)."""
     stored_z: float = 2.33
-    """The same for the stored evaluations, used where no fresh one is offered: they are not independent of
-    the screen, and only have to agree with it."""
+    """``confirm_z`` where no fresh evaluation is possible: the test then compares the evaluation that raised
+    the alarm with the one last judged good. It is not independent of the alarm and only has to agree."""
     on_changed_task: Annotated[str, OneOf("stop", "warn")] = "stop"
     """What follows when the good weights score lower now than when they were judged good. Then the actor has
     not regressed: the world, the reward or the data of the task has changed."""
@@ -50,7 +52,7 @@ class SafetyGuardConfig(Settings):
     act_on_hacking: bool = True
     """Lower the share of a task whose training reward rises while its held-out metric falls."""
     hacking_z: Positive = 4.0
-    """Standard errors of that fall that count as hacking."""
+    """Fall of the held-out metric, in standard errors, above which it counts as hacking."""
     kl_budget: NotNegative = 0.0
     """Warn when a task's KL to the reference exceeds it, nats per response; 0 = no budget."""
     min_entropy_fraction: NotNegative = 0.3
@@ -61,7 +63,8 @@ class SafetyGuardConfig(Settings):
     """``http(s)://`` address that every alert is posted to as JSON; a token for it is read from the
     environment variable ``MULTITASK_RL_WEBHOOK_TOKEN``. Empty = none."""
     directions: dict[str, Annotated[str, OneOf("higher", "lower")]] = field(default_factory=dict)
-    """Of further metrics (``task/metric``) that declare no direction: name -> ``higher`` or ``lower``."""
+    """Direction of metrics that declare none: name without the task, e.g. ``length`` -> ``higher`` or
+    ``lower``."""
 
     def __post_init__(self) -> None:
         """Check ranges, the address and the order of the rungs."""

@@ -116,9 +116,10 @@ class RegressionDetector:
         return settings.drop * max(abs(self.demonstrated or 0.0), self.scale)
 
     def limit(self, settings: DetectorSettings) -> float:
-        """Return h for M metrics: ``ln(M) / (2 k)`` more gives all together the false alarms of one.
+        """Return the limit of the CUSUM: ``h + ln(M) / (2 k)`` for M watched metrics.
 
-        Their mean distance grows as ``exp(2 k h)`` (Siegmund, "Sequential Analysis", 1985).
+        The mean number of evaluations between false alarms grows as ``exp(2 k h)`` (Siegmund, "Sequential
+        Analysis", 1985). So M metrics together have as many false alarms as one metric with limit ``h``.
         """
         return settings.limit + math.log(settings.num_metrics) / (2.0 * max(self.slack, settings.min_slack))
 
@@ -177,7 +178,11 @@ class WatchedMetric:
         return True
 
     def find(self, evaluation: TaskEvaluation) -> Statistic | None:
-        """Return the metric in its watched direction; None without a value, ConfigError without direction."""
+        """Return the metric, with the user's direction if one is set; None if it has no value.
+
+        Raises:
+            ConfigError: neither the user nor the metric states a direction.
+        """
         statistic = evaluation.statistic(self.metric)
         if statistic is None or statistic.n == 0:
             return None
@@ -200,6 +205,8 @@ class WatchedMetric:
             known = evaluation.metrics if evaluation is not None and self.metric else ()
             kind, reason = "alarm", f"{self.key} has had no value up to step {step}: nothing guards it"
             reason += suggest(self.metric, known)
+            if evaluation is not None and evaluation.primary.n == 1:
+                reason += "; one held-out prompt has no standard error: hold out more rows"
         return Event(step=step, source="guard", kind=kind, reason=reason, task=self.task)
 
     def can_fall(self, settings: DetectorSettings, min_demonstrated: float) -> bool:
@@ -215,9 +222,13 @@ class WatchedMetric:
     def fall_since(
         self, evaluation: TaskEvaluation, good: Sequence[float], z: float, settings: DetectorSettings
     ) -> PairedTest | None:
-        """Return the test of the metric against its values ``good``, if it is lower by the relevant drop.
+        """Return the paired test of the metric against earlier values; None if it shows no relevant drop.
 
-        ``z``: normal quantile that the test must exceed, corrected for the number of watched metrics.
+        Args:
+            evaluation: the present one.
+            good: values per prompt when the weights were last judged good.
+            z: normal quantile for one metric; the test must exceed it after correction for all watched ones.
+            settings: give the relevant drop, which the fall must exceed.
         """
         found = self.find(evaluation)
         if found is None:

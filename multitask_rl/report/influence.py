@@ -95,7 +95,7 @@ def _effects(
     columns = [[own.get(task, 0.0) for own in shares] for task in trained]
     design = np.nan_to_num(np.array([*columns, time])).T * (lengths / lengths.mean())[:, None]
     found: list[dict[str, Any]] = []
-    reasons: dict[str, None] = {}
+    reasons: dict[str, list[str]] = {}
     for task, evaluations in by_step.items():
         pairs = [_ends(evaluations, *ends) for ends in intervals]
         rows = [at for at, pair in enumerate(pairs) if pair is not None]
@@ -105,10 +105,11 @@ def _effects(
         degrees = len(y) - x.shape[1]
         if degrees < _FEWEST_DEGREES:
             needed = x.shape[1] + _FEWEST_DEGREES
-            reasons[f"{needed} intervals between evaluations are needed, there are {len(y)}"] = None
+            reason = f"{needed} intervals between evaluations are needed, there are {len(y)}"
+            reasons.setdefault(reason, []).append(task)
             continue
         if np.linalg.cond(x) > _MOST_CONDITION:
-            reasons["the shares of the tasks moved together or not at all"] = None
+            reasons.setdefault("the shares of the tasks moved together or not at all", []).append(task)
             continue
         fitted, *_ = np.linalg.lstsq(x, y, rcond=None)
         error = np.sqrt(((y - x @ fitted) ** 2).sum() / degrees * np.diag(np.linalg.inv(x.T @ x)))
@@ -125,7 +126,11 @@ def _effects(
         if p_value < 0.05:
             verdict = "better" if sign * row["effect"] > 0 else "worse"
         row |= {"p_value": p_value, "verdict": verdict}
-    return found, "; ".join(reasons)
+    told = [
+        reason if len(tasks) == len(by_step) else f"of {', '.join(tasks)}: {reason}"
+        for reason, tasks in reasons.items()
+    ]
+    return found, "; ".join(told)
 
 
 def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:

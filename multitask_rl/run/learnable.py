@@ -1,4 +1,4 @@
-"""Refuses a task that cannot teach its algorithm, and warns of one that hardly can; without torch."""
+"""Checks before a run that every trained task can have advantages other than 0. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
     """Refuse a trained task whose advantages are always 0; without ``group_size`` groups are not checked.
 
     Raises:
-        ConfigError: groups too small for the algorithm, or no reward or constraint with an effect.
+        ConfigError: the type trains nothing, ``group_size`` is too small for it, or all weights are 0.
     """
     if spec.evaluation_only:
         return
@@ -29,7 +29,7 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
     if not algorithm.needs_reward:
         return
     costs = [c for c in spec.judged if c.mode != "penalty" or c.weight]
-    # Beside rewards, a rejected response is left out and costs nothing; without rewards it is 1 - cost.
+    # With rewards, mode reject changes no reward: the response is left out. Without, the reward is 1 - cost.
     pays = any(c.mode != "reject" for c in costs) if spec.rewards else bool(costs)
     pays = pays or any(reward.weight for reward in spec.rewards)
     if (spec.rewards or spec.judged) and not pays and not algorithm.adds_reward:

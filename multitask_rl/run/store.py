@@ -89,6 +89,8 @@ class RunStore:
         """The checkpoint that the run resumed from."""
         self.resumed_at: int | None = None
         """The step from which the run continues its own records; None: they begin anew."""
+        self.forked: CheckpointEntry | None = None
+        """What another run said of its checkpoint from which this run began."""
         self._recorded: set[str] = set()
         """Record files that existed at the last check."""
         self.events: list[Event] = []
@@ -215,6 +217,11 @@ class RunStore:
             self.resumed_at = progress.step
         elif track:
             set_records_aside(self._output_dir)
+            # a fork begins as any run does: it is evaluated and saved before its first step
+            progress.evaluated_at = progress.saved_at = -1
+            self.forked = self.checkpoints.read_entry(found.path)
+            if guard is None or is_other or found.state["guard"] is None:
+                self.forked.judged_good = None
         self._found = None
         return None if run_id is None else str(run_id)
 
@@ -233,8 +240,11 @@ class RunStore:
                 "another name, correct config.yaml there"
             )
         places = {f"tasks.{name}.source" for name in specs}
+        former = old_tasks if isinstance(old_tasks := self.read_config().get("tasks"), dict) else {}
+        tasks = {"tasks": (list(former), list(specs))} if former and former.keys() != specs.keys() else {}
         differing = (key for key, value in new.items() if old.get(key, value) != value)
-        return {key: (old.get(key), new[key]) for key in differing if key not in {*_MAY_DIFFER, *places}}
+        changed = (key for key in differing if key not in {*_MAY_DIFFER, *places})
+        return tasks | {key: (old.get(key), new[key]) for key in changed}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
         """Write a checkpoint, with the lengths of the run's records; return its directory."""

@@ -70,7 +70,7 @@ class Supervisor:
             GuardStop: the guard ended the run.
         """
         step, config = self.progress.step, self.config
-        forced = last or step == 0
+        forced = last or self.progress.evaluated_at < 0  # the end, and the begin of a run or of a fork
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
         with finishing():  # an evaluation is recorded and saved with its effects, or not at all
@@ -130,7 +130,7 @@ class Supervisor:
                 evaluations = self.evaluator.evaluate(self.progress.step)
                 seconds = time.perf_counter() - began
                 decision = None
-                if guard is not None:
+                if guard is not None and self._former_verdict is None:
                     decision = guard.observe(self.progress.step, self._deciding(evaluations), self._confirm)
                 self.store.check()
                 return evaluations, seconds, decision
@@ -178,6 +178,7 @@ class Supervisor:
             self.scheduler.calibrate(means, step, errors)
         guard = self.guard
         if decision is None or guard is None:
+            self._known.judged_good = self._former_verdict
             return True
         self._known.judged_good = decision.judged_good
         self.note(decision.events)
@@ -203,6 +204,12 @@ class Supervisor:
     def _deciding(self, evaluations: Mapping[str, TaskEvaluation]) -> dict[str, TaskEvaluation]:
         """Return the evaluations that guard, scheduler and best checkpoint read: none of a split ``test``."""
         return {name: e for name, e in evaluations.items() if not self.tasks[name].only_reported}
+
+    @property
+    def _former_verdict(self) -> bool | None:
+        """What the guard said of these weights in the run from which this one was forked; None = nothing."""
+        forked = self.store.forked
+        return forked.judged_good if forked is not None and forked.step == self.progress.step else None
 
     def _checkpoints(self) -> list[CheckpointInfo]:
         entries = self.store.checkpoints.entries

@@ -106,6 +106,30 @@ class TaskMetrics:
         kind = self._kind("reward")
         return (kind.low, kind.high) if math.isfinite(kind.high - kind.low) else None
 
+    def range_of(self, scored: Sequence[Scored]) -> tuple[float, float] | None:
+        """Return the declared ends of the reward over the slots, by what applied to each; None if unknown."""
+        ends = [self._ends(s.terms) for s in served(scored) if s.reward is not None and s.terms]
+        if not ends:
+            return None
+        low, high = min(low for low, _ in ends), max(high for _, high in ends)
+        return (low, high) if math.isfinite(high - low) else None
+
+    def _ends(self, terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        """Return the ends of a reward of ``terms``: (weight, value) of each reward, then of each penalty.
+
+        Rewards whose value is NaN do not apply and add nothing. A penalty that does not apply is one of 0.
+        """
+        low = high = 0.0
+        names = [r.name or r.plugin for r in self._spec.rewards if r.weight]
+        for index, (weight, value) in enumerate(terms):
+            if index >= len(names):
+                low, high = low + min(weight, 0.0), high + max(weight, 0.0)
+            elif not math.isnan(value):
+                traits = self._traits.get(names[index], PluginTraits())
+                own = weight * traits.low, weight * traits.high
+                low, high = low + min(own), high + max(own)
+        return low, high
+
     @property
     def primary_direction(self) -> Direction:
         """Direction of the primary metric: the task's setting, else the declaration of its reward."""
@@ -194,15 +218,14 @@ class TaskMetrics:
         name = self._spec.primary_metric
         kind = replace(self._kind(name), direction=self.primary_direction)
         values = self._over_slots(name, kind, final, key=f"primary/{name}/{kind.direction.value}")
-        end = {1: kind.high, -1: kind.low}[kind.direction.sign]
-        bar = self._spec.solved_at if self._spec.solved_at is not None else end
+        bars = [self._bar(name, kind, s) for s in final]
         first = [final[own[0]] for own in groups.values()]
         counted = [[i for i in own if math.isfinite(values[i])] for own in groups.values()]
         found: dict[str, _Column] = {}
-        if math.isfinite(bar):
+        if all(map(math.isfinite, bars)):
             is_solved = [
                 not s.rollout.rejected and kind.direction.sign * (value - bar) >= -1e-9
-                for s, value in zip(final, values, strict=True)
+                for s, value, bar in zip(final, values, bars, strict=True)
             ]
             for k in _sizes(samples):
                 rates = [pass_at_k(len(own), sum(is_solved[i] for i in own), k) for own in counted]
@@ -212,6 +235,15 @@ class TaskMetrics:
             majority = [_majority([(answers[i], values[i]) for i in own]) for own in counted]
             found[f"maj@{samples}"] = kind, first, majority
         return found
+
+    def _bar(self, name: str, kind: _Kind, scored: Scored) -> float:
+        """Return the value of the primary metric ``name`` from which on a slot counts as solved."""
+        if self._spec.solved_at is not None:
+            return self._spec.solved_at
+        low, high = kind.low, kind.high
+        if name == "reward" and scored.terms:
+            low, high = self._ends(scored.terms)
+        return high if kind.direction is Direction.higher else low
 
     def _answer(self, scored: Scored) -> str:
         """Return the answer that the reward of the primary metric read; of the reward: the first one read."""
@@ -234,15 +266,10 @@ class TaskMetrics:
         if name == "reward":
             if not self._spec.rewards:  # 1 - cost
                 return _GOOD_RATE
-            low = high = 0.0
-            for reward in self._spec.rewards:
-                if reward.weight:
-                    traits = self._traits.get(reward.name or reward.plugin, PluginTraits())
-                    weight = reward.weight if traits.higher_is_better else -reward.weight
-                    ends = weight * traits.low, weight * traits.high
-                    low, high = low + min(ends), high + max(ends)
-            low -= math.fsum(c.weight for c in self._spec.constraints if c.mode == "penalty")
-            return _Kind(Direction.higher, low, high)
+            of = [(r, self._traits.get(r.name or r.plugin, PluginTraits())) for r in self._spec.rewards]
+            weights = [r.weight if own.higher_is_better else -r.weight for r, own in of if r.weight]
+            weights += [-c.weight for c in self._spec.constraints if c.mode == "penalty"]
+            return _Kind(Direction.higher, *self._ends([(weight, 0.0) for weight in weights]))
         if component or plugin not in self._traits:
             return _PLAIN
         traits = self._traits[plugin]

@@ -26,7 +26,7 @@ MOST_TRIES = 3
 MOST_CHARACTERS = 128
 """A longer text per token of the limit is too long for it, whatever the tokenizer: it is not encoded."""
 MOST_LOST = 10
-"""The same for worlds that end with those of other episodes, of which one may be the cause."""
+"""Most tries whose world was lost because its process ended: another episode in it may be the cause."""
 
 
 @dataclass(slots=True)
@@ -41,18 +41,19 @@ class Episode:
     following: Turn = field(default_factory=lambda: Turn(num_tokens=0))
     """The turn to come: what the world said."""
     ticket: int = 0
-    """Of its world."""
+    """Number of its world in the pool."""
     failures: dict[str, int] = field(default_factory=dict)
-    """Tries that have failed, this one included, by kind."""
+    """Kind of failure -> number of failed tries, this one included."""
     num_lost: int = 0
-    """Those whose worlds have ended with others."""
+    """Failed tries whose world was lost because its process ended."""
     world_s: float = 0.0
-    """Seconds of the calls of all tries."""
+    """Seconds that the calls to the worlds of all tries took."""
     num_calls: int = 0
+    """Tool calls so far."""
     max_tokens: int = 0
-    """Of the next answer, as the world said; 0 = as the task says."""
+    """The world's limit on the tokens of the next answer; 0 = only the task's limit."""
     stop: tuple[str, ...] = ()
-    """Of the next answer, beside the task's."""
+    """The world's stop strings for the next answer, added to the task's."""
 
     @property
     def number(self) -> int:
@@ -61,13 +62,13 @@ class Episode:
 
 
 class Episodes:
-    """The episodes of one call to the engine, and of later calls those that are late.
+    """The open episodes of one engine call. With a quorum, late episodes stay open for the next call.
 
     Args:
-        pool: of the worlds.
-        tasks: of the run; those with an environment have episodes.
-        actor: its tokenizer renders what the worlds say.
-        evaluation: the prompts are conditioned for an evaluation.
+        pool: runs the environments ("worlds").
+        tasks: all tasks of the run; those with an environment have episodes.
+        actor: its tokenizer renders the messages of the worlds.
+        evaluation: condition the prompts as for an evaluation.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class Episodes:
 
     @property
     def tickets(self) -> Collection[int]:
-        """Of the worlds of all episodes that go on; a conversation of the engine has the same number."""
+        """Tickets of the open episodes; the engine uses them as conversation numbers."""
         return self._open.keys()
 
     @property

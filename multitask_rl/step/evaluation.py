@@ -31,7 +31,8 @@ from multitask_rl.tracking.jsonl import RecordFile
 class Evaluator:
     """Runs the sampling stages of training over each task's held-out prompts.
 
-    A prompt gets ``eval_samples`` responses of its task. The first one does not depend on their number.
+    ``eval_samples`` of the task is the number of responses per prompt. The first response is the same for
+    every number.
     """
 
     actor: Actor
@@ -90,7 +91,7 @@ class Evaluator:
             task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
             digest = hashlib.blake2b(digest_size=8)
             for s in (s for s in served(own) if s.rollout.sample == 0):
-                digest.update(json.dumps([s.rollout.prompt.prompt_id, s.rollout.prompt.text]).encode())
+                digest.update(json.dumps([s.rollout.prompt.row_id, s.rollout.prompt.text]).encode())
             found[name] = TaskEvaluation(
                 task=name,
                 metric=task.spec.primary_metric,
@@ -119,9 +120,10 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
 
 
 def repeat_evaluations(file: Path, step: int) -> None:
-    """Append the last evaluation of each task at ``step`` once more: a rollback to it undoes later ones.
+    """After a rollback to ``step``, append each task's last evaluation at ``step`` once more.
 
-    A line undoes the lines of its task before it at the same or a later step.
+    A line replaces the earlier lines of its task at the same or a later step. So readers drop the evaluations
+    that the rollback undid.
 
     Raises:
         CheckpointError: it cannot be written.

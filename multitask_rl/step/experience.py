@@ -1,8 +1,11 @@
 """The experience of each step, sampled up to ``rollout.max_staleness`` updates before its update.
 
-Step ``t`` always learns from the weights of step ``t - lag``, so a run depends on its seed and not on the
-clock. No batch reaches over an evaluation or a checkpoint: a resumed run equals an uninterrupted one, and a
-rollback finds no rollouts of the discarded weights (docs/overlap.md).
+No batch is sampled before an evaluation or a checkpoint and trained on after it. So a resumed run equals an
+uninterrupted one, and a rollback finds no rollouts of the discarded weights.
+
+Step ``t`` learns from rollouts of the weights of step ``t - lag``, or of the last evaluation or checkpoint if
+that is later. So a run depends on its seed and not on the clock. With ``batch.quorum`` below 1 the clock
+decides which groups are late (docs/overlap.md).
 """
 
 from __future__ import annotations
@@ -230,7 +233,7 @@ class ExperienceSource:
         try:
             sampled.scored = self._sampling.stream(prompts, note=sampled.note)
             sampled.rewards = self._rewards.begun.pop()
-            sampled.rewards.counted = own
+            sampled.rewards.counted = {p.group_id for p in prompts if p.given_ids is None}
             sampled.late = self._rollout.late
             return sampled
         finally:

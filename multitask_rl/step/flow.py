@@ -86,7 +86,8 @@ class StreamingStage(Stage):
     """
 
     yields_batches: bool = False
-    """True: the following stages process each list of ``stream`` alone. False: they wait for all lists."""
+    """True: the following stages process each list of ``stream`` as a batch of its own. False: all lists are
+    one batch, and a following stage that does not stream waits for all of them."""
 
     def stream(self, parts: Iterable[list[Any]]) -> Iterator[list[Any]]:
         """Turn records into those of the next stage as they come."""
@@ -132,7 +133,7 @@ class DataFlow:
         """Add a stage without edges.
 
         Raises:
-            ConfigError: no name, or the name is taken.
+            ConfigError: no name, the name is taken, or ``num_workers`` is below 1.
         """
         if not stage.name or any(s.name == stage.name for s in self._stages):
             raise ConfigError(f"a stage needs a name of its own in the flow, got {stage.name!r}")

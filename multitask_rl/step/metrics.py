@@ -36,8 +36,9 @@ def by_group(scored: Sequence[Scored]) -> dict[str, Groups]:
 
 
 def group_rewards(task: TaskState, group: Sequence[Scored]) -> list[float]:
-    """Return the reward (``Algorithm.outcome``) of each trainable record of a group."""
-    return [task.algorithm.outcome(s) for s in group if is_trainable(task, s)]
+    """Return the reward (``Algorithm.outcome``) of each trainable record of a group, if it has one."""
+    trainable = (s for s in group if is_trainable(task, s))
+    return [task.algorithm.outcome(s) for s in trainable if s.reward is not None or s.rollout.rejected]
 
 
 def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
@@ -57,8 +58,8 @@ def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
 
     The gradient of a KL or entropy term does not count: every response has one.
     """
-    rewards = group_rewards(task, group)
-    return bool(rewards) and (task.algorithm.is_informative(rewards) or costs_differ(task, group))
+    outcomes = [task.algorithm.outcome(s) for s in group if is_trainable(task, s)]
+    return bool(outcomes) and (task.algorithm.is_informative(outcomes) or costs_differ(task, group))
 
 
 def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
@@ -106,6 +107,7 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
         headroom=statistics.fmean(headrooms) if headrooms else math.nan,
         lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],
         highest=sorted((max(own) for own in shown), reverse=True)[:NUM_EXTREMES],
+        reward_range=task.metrics.range_of(everything),
         metrics={**{name: own.mean for name, own in found.items()}, **metrics},
         statistics=found,
     )
@@ -117,10 +119,11 @@ def aggregate(
     directions: Mapping[str, Direction],
     among: Collection[str] = (),
 ) -> dict[str, float]:
-    """Return ``task/<name>/<metric>`` for all, ``macro/<metric>`` of those that every task has.
+    """Return ``task/<name>/<metric>``, and summaries over tasks; NaN values are left out of these.
 
-    ``macro/<key>`` is the mean over the tasks ``among``, or all if there are none. ``worst/<key>`` is the
-    value of ``key`` at the task that is worst in its own direction.
+    - ``macro/<metric>``, for metrics that every task has: the mean over all tasks. For ``key`` it is the mean
+      over the tasks ``among``, if any are given.
+    - ``worst/<key>``: ``key`` of the worst task, by ``directions``.
     """
     flat = {f"task/{t}/{name}": value for t, own in per_task.items() for name, value in own.items()}
     shared = set.intersection(*(set(own) for own in per_task.values())) if per_task else set()
@@ -152,9 +155,9 @@ class StepReport:
     """Wall-clock by stage, ``update`` and ``step`` among them."""
 
     def shares(self, tasks: Collection[str]) -> dict[str, float]:
-        """Return the share of the loss of each of ``tasks``: that of its quota.
+        """Return each task's share of the loss, in proportion to its quota.
 
-        A task without a quota in this step has late groups of earlier steps; their number replaces the quota.
+        A task without a quota in this step has only late groups of earlier steps: their number counts.
         """
         kept = by_group(self.kept)
         parts = {name: self.quotas.get(name) or len(kept.get(name, ())) for name in tasks}
@@ -215,7 +218,7 @@ _ALL_TASKS = 100
 
 
 def logged(stats: dict[str, TaskStats]) -> dict[str, TaskStats]:
-    """Return the statistics to log: of all tasks, or with more than 100 of those that have samples."""
+    """Return the statistics to log: of all tasks or, in a run of more than 100, of those with samples."""
     if len(stats) <= _ALL_TASKS:
         return stats
     return {name: own for name, own in stats.items() if own.num_prompts}

@@ -62,8 +62,9 @@ Progress = Callable[[str, int, int], None]
 class RolloutStage(StreamingStage):
     """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``).
 
-    With a quorum below 1 a call ends when that share of its groups is sampled and every other episode waits
-    for its world: the groups of those are late. A later call goes on with them and yields each as a whole.
+    With a quorum below 1, a call ends when that share of its groups is complete and all open episodes wait
+    for their worlds. Groups with an open episode are then *late*: a later call continues them. Episodes of a
+    group are yielded together, when the group is complete.
     """
 
     name = "rollout"
@@ -146,8 +147,8 @@ class RolloutStage(StreamingStage):
                 self._groups[prompt.group_id] = _Group(prompt.task, self.engine.policy_version, size)
         if given:
             yield given
-        most_open = len(prompts) - math.ceil(self._quorum * len(prompts) - 1e-9)
-        own = {prompt.group_id for prompt in prompts}
+        own = {prompt.group_id for prompt in prompts if prompt.given_ids is None}
+        most_open = len(own) - math.ceil(self._quorum * len(own) - 1e-9)
 
         def is_enough() -> bool:
             return sum(name in own for name in self._groups) <= most_open
@@ -165,7 +166,7 @@ class RolloutStage(StreamingStage):
             yield first if self._quorum >= 1.0 else self._whole(first)
 
     def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
-        """Fill empty rollouts (prompt, sample, attempt, sampling), and those that join, as they end."""
+        """Sample a response for each of ``slots`` and of those that ``join``; yield rollouts as they end."""
         yield from self._run(slots)
 
     @property
@@ -543,10 +544,11 @@ class RewardBatch:
 
     Args:
         pending: the open round of the reward pool.
-        finish: turns the pool's record into the stage's (costs of constraints).
+        finish: adds the costs of constraints to a scored record.
         quorum: share of the groups that ``wait`` waits for.
-        judging: an open round of constraints for the rollouts of the tasks ``later``; their groups are done
-            when they are judged, too.
+        judging: an open round of constraints for the tasks ``later``. A group of these tasks is done when it
+            is scored and judged.
+        later: tasks whose constraints are judged in this batch, beside their rewards.
     """
 
     def __init__(
@@ -571,10 +573,14 @@ class RewardBatch:
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
         self.counted: Collection[str] | None = None
-        """Ids of the groups of which the quorum is a share, here or not; None = all that are here."""
+        """Ids of the groups that the quorum counts, with those still being sampled; None = all added ones."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
-        """Begin to score rollouts, except given ones, and rejected ones: their algorithm rewards them."""
+        """Begin to score ``rollouts``.
+
+        Two kinds are not scored: answers of the data set, and rejected responses, whose reward the algorithm
+        sets.
+        """
         self._num_parts += 1
         for rollout in rollouts:
             self._rollouts.append(rollout)
@@ -630,7 +636,7 @@ class RewardBatch:
             verdicts = self._judging.results([self._judged[i] for i in own])
             rollouts |= {i: _with_verdicts(rollouts[i], v) for i, v in zip(own, verdicts, strict=True)}
         # a failed verdict is the record's failure, and counts alone in the error budget
-        failed = {i for i in indices if self._judged[i] >= 0 and rollouts[i].failure is not None}
+        failed = {i for i in indices if rollouts[i].failure is not None and self._rollouts[i].failure is None}
         wanted = [i for i in indices if self._asked[i] >= 0 and i not in failed]
         answers = self._pending.results([self._asked[i] for i in wanted])
         scored = dict(zip(wanted, answers, strict=True))
@@ -871,12 +877,16 @@ def sampling_stages(
 
 
 def is_trainable(task: TaskState, scored: Scored) -> bool:
-    """Whether the algorithm may learn from the record: not failed, nor rejected unless it trains those."""
-    if scored.failure is not None or scored.rollout.failure is not None:
+    """Whether the task's algorithm may learn from the record.
+
+    Not from a response that failed; from a rejected one only if it ``trains_rejected``; from any other
+    without a reward, e.g. because scoring failed, only if it does not need one.
+    """
+    if scored.rollout.failure is not None:
         return False
     if scored.rollout.rejected:
-        return task.algorithm.trains_rejected
-    return scored.reward is not None or not task.algorithm.needs_reward
+        return scored.failure is None and task.algorithm.trains_rejected
+    return not task.algorithm.needs_reward or (scored.failure is None and scored.reward is not None)
 
 
 def _is_asked(rollout: Rollout) -> bool:

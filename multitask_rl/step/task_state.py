@@ -32,7 +32,7 @@ class AnchorState:
     """What later evaluations of an anchor are compared with; set at its first evaluation."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
-    """Prompt id -> response of the actor at that time."""
+    """``Prompt.row_id`` -> response of the actor at that time."""
     prompts: str = ""
     """Hash of the evaluated prompts."""
     solved: list[float] = field(default_factory=list)
@@ -55,7 +55,12 @@ class TaskState:
     """By name, for constraints of mode ``lagrangian``."""
     stream: PromptStream | None = None
     """None: the task is evaluated only."""
-    eval_rows: list[Row] = field(default_factory=list)
+    held_out: Sequence[Row] = ()
+    """Its held-out rows."""
+    held_out_by: tuple[int, str, int] = (0, "", 0)
+    """What chooses the rows to evaluate: seed and name of the task when the run began, and their number."""
+    eval_rows: Sequence[Row] = field(init=False)
+    """The rows to evaluate."""
     """Held-out rows, always the same ones in the same order."""
     only_reported: bool = False
     """They are of the split ``test``: no controller reads their results."""
@@ -68,8 +73,22 @@ class TaskState:
     """Training prompts left out since the start because they did not fit."""
 
     def __post_init__(self) -> None:
-        """Define the task's numbers."""
+        """Define the task's numbers; choose the rows to evaluate."""
         self.metrics = TaskMetrics(self.spec, self.algorithm)
+        self.choose_held_out(self.held_out_by)
+
+    def choose_held_out(self, by: Sequence[Any]) -> None:
+        """Choose the rows to evaluate by seed and name of ``by``: a renamed task keeps its rows.
+
+        Their number is that of this run's configuration.
+        """
+        (seed, name), number = by[:2], self.held_out_by[2]
+        self.held_out_by = (seed, name, number)
+        if len(self.held_out) > number:
+            chosen = random_stream(seed, "eval-rows", name).sample(range(len(self.held_out)), number)
+            self.eval_rows = [self.held_out[i] for i in chosen]
+        else:
+            self.eval_rows = list(self.held_out)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that changes, as JSON data."""
@@ -81,6 +100,7 @@ class TaskState:
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
             "held_out": fingerprint(self.eval_rows),
+            "held_out_by": list(self.held_out_by),
             "refused_values": self.metrics.state_dict(),
             **({"anchor": asdict(self.anchor)} if self.spec.kind == "anchor" else {}),
         }
@@ -102,6 +122,7 @@ class TaskState:
         if self.stream and state["stream"]:
             self.stream.load_state_dict(state["stream"])
         self.num_overlong = state["num_overlong"]
+        self.choose_held_out(state.get("held_out_by", self.held_out_by))
         if (now := fingerprint(self.eval_rows)) != state.get("held_out", now):
             logger.warning(
                 "the held-out rows of task %r changed since the checkpoint: values before and after are of "
@@ -110,12 +131,6 @@ class TaskState:
             )
         self.metrics.load_state_dict(state.get("refused_values", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
-        if former := self.spec.renamed_from:  # ids of prompts begin with the task's name
-            kept, name = self.anchor.responses.items(), self.spec.name
-            self.anchor.responses = {
-                f"{name}/{key.removeprefix(f'{former}/')}" if key.startswith(f"{former}/") else key: ids
-                for key, ids in kept
-            }
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
@@ -192,11 +207,6 @@ def build_task_states(
                     f"the model's {actor.max_length} positions; lower rollout.max_new_tokens"
                 )
             limit = min(limit, room) if limit else room
-        only_reported = isinstance(eval_rows, ReportedRows)
-        if len(eval_rows) > config.eval.num_prompts:
-            # a renamed task keeps its held-out rows: what was measured before is compared with what comes
-            chosen = random_stream(config.seed, "eval-rows", spec.renamed_from or name)
-            eval_rows = [eval_rows[i] for i in chosen.sample(range(len(eval_rows)), config.eval.num_prompts)]
         stream: PromptStream | None = None
         if spec.curriculum.by and not spec.evaluation_only:
             late_steps = config.rollout.max_staleness if config.batch.quorum < 1.0 else 0
@@ -220,8 +230,9 @@ def build_task_states(
                 if c.mode == "lagrangian"
             },
             stream=stream,
-            eval_rows=list(eval_rows),
-            only_reported=only_reported,
+            held_out=eval_rows,
+            held_out_by=(config.seed, spec.renamed_from or name, config.eval.num_prompts),
+            only_reported=isinstance(eval_rows, ReportedRows),
             max_prompt_tokens=limit,
         )
         task.sync_learner()

@@ -77,10 +77,10 @@ class TextMeter:
         elif task.algorithm.has_teacher:
             texts = self._sample(task, prompts, purpose)
         else:
-            missing = [p for p in prompts if p.prompt_id not in task.anchor.responses]
+            missing = [p for p in prompts if p.row_id not in task.anchor.responses]
             ids_of = zip(missing, self._sample(task, missing, "anchor"), strict=True)
-            task.anchor.responses |= {prompt.prompt_id: ids for prompt, ids in ids_of}
-            texts = [task.anchor.responses[p.prompt_id] for p in prompts]
+            task.anchor.responses |= {prompt.row_id: ids for prompt, ids in ids_of}
+            texts = [task.anchor.responses[p.row_id] for p in prompts]
         samples = []
         for prompt, text in zip(prompts, texts, strict=True):
             context, ids = prompt.prompt_ids, text[:max_tokens]
@@ -94,15 +94,15 @@ class TextMeter:
         return samples
 
     def _sample(self, task: TaskState, prompts: Sequence[Prompt], purpose: str) -> list[list[int]]:
-        """Return one response to each prompt, sampled at temperature 1."""
+        """Return one response to each prompt, sampled at temperature 1 from the whole vocabulary."""
+        plain = replace(task, sampling=replace(task.sampling, temperature=1.0, top_k=0, top_p=1.0))
         stage = RolloutStage(
             self.engine,
-            self.tasks,
+            {task.spec.name: plain},
             lambda ids: str(self.actor.tokenizer.decode(ids)),
             seed=self.seed,
             purpose=purpose,
             group_sizes={task.spec.name: 1},
-            temperature=1.0,
         )
         return [list(rollout.response_ids) for rollout in stage.process(list(prompts))] if prompts else []
 

@@ -47,7 +47,7 @@ class AlertTracker(Tracker):
 
     def log_event(self, event: Event) -> None:
         """Log and post ``event`` if it is an alert."""
-        if event.source != "guard" and event.kind != "alarm":
+        if event.source != "guard" and event.kind not in ("alarm", "failed"):
             return
         if self._logs:
             task = f" [{event.task}]" if event.task else ""

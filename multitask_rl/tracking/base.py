@@ -22,7 +22,7 @@ from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 SAMPLES_EVERY_S = 60.0
 """How often a tracker with pages of its own gets samples."""
 SAMPLE_COLUMNS = ["step", "task", "prompt", "response", "reward"]
-TO_ACT_ON = ("alarm", "hacking", "rollback", "starved", "stop")
+TO_ACT_ON = ("alarm", "failed", "hacking", "rollback", "starved", "stop")
 """Kinds of events that a person should act on."""
 
 _LOG = logging.getLogger(__name__)

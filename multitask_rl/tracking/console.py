@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import math
+import re
 import shlex
 import sys
 import time
@@ -188,6 +189,8 @@ class ConsoleTracker(Tracker):
         if self._mode == "json":
             told = {"source": event.source, "kind": event.kind, "task": event.task, "reason": event.reason}
             self._write_json(event.step, {"event": told})
+        elif event.kind == "failed" and event.source == "run":
+            pass  # the error itself follows
         elif is_alarm or self._cell is None:  # below a cell the view alone shows other decisions
             self._tell(line, is_alarm=is_alarm)
         self._draw()
@@ -209,7 +212,10 @@ class ConsoleTracker(Tracker):
             where = (
                 "goes on from the newest checkpoint" if has_any else "begins anew: no checkpoint was saved"
             )
-            follows = f"multitask-rl train output_dir={run} {where}"
+            setting = f"output_dir={self._output_dir}"
+            if not re.fullmatch(r"[\w./+-]*", str(self._output_dir)):  # quoted for Hydra, too
+                setting = shlex.quote(f'output_dir="{self._output_dir}"')
+            follows = f"multitask-rl train {setting} {where}"
         if self._mode == "json":
             self._write_json(self._step, {"status": status})
         else:

@@ -20,6 +20,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import sqlite3
@@ -147,7 +148,7 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
             "The group `at_a_glance` has held-out value, reward and share of each task. Some stored "
             "responses, with their rewards, are under Traces.",
             "",
-            f"    multitask-rl report {directory} --html report.html --open",
+            f"    multitask-rl report {shlex.quote(str(directory))} --html report.html --open",
         ]
     )
     return {key: value[:_MAX_TAG] for key, value in tags.items() if value}
@@ -375,6 +376,10 @@ class MLflowTracker(Tracker):
                     return
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
             events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        # of the steps that are made again, the run knows no event any more
+        for tag in self._client.get_run(self._run).data.tags:
+            if tag.startswith("event."):
+                self._client.delete_tag(self._run, tag)
         for event in events:
             if is_cut or event["step"] <= resume_step:
                 self._send_event(event)

@@ -170,7 +170,9 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
             f"the evaluation of task {task!r} at step {line.get('step')} does not say which way its metric "
             "gets better: it was written by another version; read it with that one"
         )
-    values = [math.nan if value is None else float(value) for value in line["values"]]
+    values = line["values"]
+    if type(values) is not list or set(map(type, values)) != {float}:
+        values = [math.nan if value is None else float(value) for value in values]
     if not all(map(math.isfinite, values)):
         values = [value if math.isfinite(value) else math.nan for value in values]
     return Evaluation(

@@ -40,15 +40,16 @@ class Spending:
 
     def at(self, step: int) -> dict[str, float]:
         """Return what was spent until the run had made ``step`` steps, with what rollbacks before undid."""
-        if step > 0 and not self._is_whole:
+        if step > 0 and not self.is_whole:
             return {**dict.fromkeys(COSTS, math.nan), "steps": float(step)}
         place = bisect_right(self.steps, step)
         index = self.lines[place - 1] if place else None
         spent = {key: own[index] if index is not None else 0.0 for key, own in self.spent.items()}
-        return {**dict.fromkeys(COSTS, math.nan), "steps": float(step), **spent}
+        made = float(index + 1) if index is not None else 0.0
+        return {**dict.fromkeys(COSTS, math.nan), "steps": made, **spent}
 
     @property
-    def _is_whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether the lines begin with the run: those of a fork begin behind the steps that it took over."""
         return bool(self.steps) and self.steps[0] <= 1
 
@@ -57,15 +58,18 @@ class Spending:
         """Everything that the run has spent; without steps nothing is known."""
         if not self.steps:
             return dict.fromkeys(COSTS, math.nan)
-        if not self._is_whole:
+        if not self.is_whole:
             return self.at(self.steps[-1])
-        return {**{key: own[-1] for key, own in self.spent.items()}, "steps": float(self.steps[-1])}
+        spent = {key: own[-1] for key, own in self.spent.items()}
+        return {**spent, "steps": float(len(self.spent["seconds"]))}
 
 
 def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Spending:
-    """Read the steps of ``metrics.jsonl``; the rewards of ``tasks`` from ``most_lines`` of them, evenly.
+    """Read the costs of every step from ``metrics.jsonl``, and the mean rewards of ``tasks``.
 
-    Costs are unknown (NaN) if lines lack their metrics. A damaged line counts as one without.
+    Rewards are read from at most ``most_lines`` lines at equal distances. A line without a step number or
+    ``time/step_s`` is skipped. If a line lacks a rate, that cost is NaN from this line on. A missing file
+    gives an empty result.
     """
     found = Spending()
     if not path.exists():

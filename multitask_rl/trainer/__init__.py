@@ -21,7 +21,7 @@ import torch
 from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import ConfigError, GuardStop, TrainingError
+from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, load_actor, make_actor
@@ -268,6 +268,13 @@ class Trainer:
             return Evaluations(last)
         except (GuardStop, KeyboardInterrupt):
             status = "stopped"
+            raise
+        except Exception as error:
+            if not self._is_closed:  # else what failed is the end, which has closed the records
+                told = error if isinstance(error, MultitaskRLError) else f"{type(error).__name__}: {error}"
+                failed = Event(step=self.step, source="run", kind="failed", reason=str(told))
+                with contextlib.suppress(MultitaskRLError, OSError):
+                    parts.supervisor.note([failed])
             raise
         finally:
             self._close(status)

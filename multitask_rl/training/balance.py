@@ -8,9 +8,10 @@ from multitask_rl.rollout.base import GenerationRequest, most_tokens
 
 
 def share_out(costs: Sequence[float], number: int) -> list[list[int]]:
-    """Return ``number`` lists of positions of about equal cost.
+    """Split the positions of ``costs`` into ``number`` ascending lists, so that their sums are about equal.
 
-    Positions go in descending cost to the least loaded list: within 4/3 of the optimum (Graham 1969).
+    Greedy: in descending order of cost, each position goes to the list with the smallest sum. The largest sum
+    is at most 4/3 of the smallest possible one (Graham 1969).
 
     >>> share_out([5, 1, 4, 2], 2)
     [[0, 1], [2, 3]]
@@ -68,13 +69,14 @@ class Homes:
         """Conversation -> engine that keeps its keys and values."""
 
     def __bool__(self) -> bool:
-        """Whether an engine may keep something."""
+        """Whether any conversation is assigned to an engine."""
         return bool(self._homes)
 
     def deal(self, requests: Sequence[GenerationRequest], engines: Collection[int]) -> dict[int, list[int]]:
-        """Return the positions of requests by engine; those without a home are shared out by their tokens.
+        """Return engine -> positions of its requests, ascending; engines without a request are left out.
 
-        Engines without a request are left out.
+        A request goes to the engine of its conversation. Requests without one in ``engines`` are split so
+        that the sums of their tokens (``most_tokens``) are about equal.
         """
         known = [next((self._homes[c] for c in r.conversations if c in self._homes), None) for r in requests]
         new = [i for i, home in enumerate(known) if home not in engines]

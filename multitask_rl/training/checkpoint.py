@@ -70,13 +70,23 @@ class CheckpointStore:
         for step in self._on_disk():
             path = self.path(step)
             try:
-                entry = CheckpointEntry(**read_manifest(path)["facts"]["entry"])
+                entry = self.read_entry(path)
                 if entry.step != step:
                     raise CheckpointError(f"it holds step {entry.step}: its name was changed")
             except (CheckpointError, KeyError, TypeError) as error:
                 logger.warning("%s: %s; it is left alone", path, error)
                 continue
             self.entries[step] = entry
+
+    @staticmethod
+    def read_entry(path: Path) -> CheckpointEntry:
+        """Return what the manifest of the checkpoint in the directory ``path`` says about it.
+
+        Raises:
+            CheckpointError: there is no manifest that can be read.
+            KeyError, TypeError: the manifest was not written by ``save``.
+        """
+        return CheckpointEntry(**read_manifest(path)["facts"]["entry"])
 
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of ``step``."""

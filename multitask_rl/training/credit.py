@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.algorithms.base import CreditBatch
-from multitask_rl.records import TrainSample, concerned_cost
+from multitask_rl.records import TrainSample, concerned_cost, is_sum_of_terms
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 
 
@@ -72,7 +72,8 @@ class CreditAssigner:
         # a rejected response was not scored and has no terms
         longest = max((s.scored.terms for s in samples), key=len)
         components: dict[str, Tensor] = {}
-        if len(longest) > 1:
+        # a stage may have set another reward: then its terms are no longer what counts
+        if len(longest) > 1 and all(is_sum_of_terms(s.scored) for s in samples):
             missing = [math.nan] * len(longest)
             terms = [[value for _, value in s.scored.terms] or missing for s in samples]
             components = {
@@ -92,6 +93,7 @@ class CreditAssigner:
             kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
             costs=costs,
             multipliers=tuple(task.multipliers.values()),
+            constraints=tuple(task.multipliers),
             **components,
         )
         credit = task.algorithm.credit(batch)

@@ -36,7 +36,9 @@ class TokenOutputs:
     entropy: Tensor
     """[N] nats of that distribution; with gradient only on request."""
     logits: Tensor | None = None
-    """[N, V] float32, after grammar, temperature and filter; only on request."""
+    """[N, V] float32, after grammar, suppressed ids and temperature, before top-k and top-p; only on request.
+
+    Two models cut the vocabulary at different tokens: their KL after the cut is infinite."""
     hidden: Tensor | None = None
     """[N, H] last hidden state at the position before each token; only on request."""
 
@@ -75,8 +77,8 @@ def forward_tokens(
         part: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = part if head is None else head(part)
-        logits = _as_sampled(logits, sampling, sequence, targets, allowed)
-        logprobs = logits.log_softmax(dim=-1)
+        logits = _before_filter(logits, sampling, sequence, allowed)
+        logprobs = _filtered(logits, sampling, sequence, targets).log_softmax(dim=-1)
         picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             # masked before the product: 0 * -inf is NaN, in the gradient too
@@ -108,35 +110,39 @@ def forward_tokens(
     )
 
 
-def _as_sampled(
-    logits: Tensor,
-    sampling: Sequence[SamplingParams],
-    sequence: Tensor,
-    targets: Tensor,
-    mask: TokenMask | None,
+def _before_filter(
+    logits: Tensor, sampling: Sequence[SamplingParams], sequence: Tensor, mask: TokenMask | None
 ) -> Tensor:
-    """Return ``logits`` [N, V] in float32 after grammar, suppressed ids, temperature and filter.
+    """Return ``logits`` [N, V] in float32 after grammar, suppressed ids and temperature.
 
-    ``sequence`` [N] numbers the sample of each token; filters keep the sampled tokens ``targets`` [N].
+    ``sequence`` [N] numbers the sample of each token.
     """
-
-    def of_token(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, device=targets.device)[sequence]
-
     logits = logits.float()
     if mask is not None:
         logits = mask.apply(logits)
     for ids in {s.suppressed_ids for s in sampling if s.suppressed_ids}:
-        chosen = of_token([s.suppressed_ids == ids for s in sampling])
-        logits = suppress(logits, torch.tensor(ids, device=targets.device), chosen)
+        chosen = _of_tokens([s.suppressed_ids == ids for s in sampling], sequence)
+        logits = suppress(logits, torch.tensor(ids, device=sequence.device), chosen)
     temperatures = [s.temperature or 1.0 for s in sampling]
     if any(temperature != 1.0 for temperature in temperatures):
-        logits = logits / of_token(temperatures).unsqueeze(-1)
-    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
-        tokens = of_token([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling]).nonzero().squeeze(-1)
-        filtered = keep_top(logits[tokens], top_k, top_p, keep=targets[tokens])
-        logits = logits.index_copy(0, tokens, filtered)
+        logits = logits / _of_tokens(temperatures, sequence).unsqueeze(-1)
     return logits
+
+
+def _filtered(
+    logits: Tensor, sampling: Sequence[SamplingParams], sequence: Tensor, targets: Tensor
+) -> Tensor:
+    """Return ``logits`` [N, V] after top-k and top-p; the sampled tokens ``targets`` [N] always stay."""
+    for top_k, top_p in {(s.top_k, s.top_p) for s in sampling if s.top_k > 0 or s.top_p < 1.0}:
+        chosen = _of_tokens([(s.top_k, s.top_p) == (top_k, top_p) for s in sampling], sequence)
+        tokens = chosen.nonzero().squeeze(-1)
+        kept = keep_top(logits[tokens], top_k, top_p, keep=targets[tokens])
+        logits = logits.index_copy(0, tokens, kept)
+    return logits
+
+
+def _of_tokens(values: Sequence[float], sequence: Tensor) -> Tensor:
+    return torch.tensor(values, device=sequence.device)[sequence]
 
 
 def response_hidden(model: Any, batch: MicroBatch) -> Tensor:

@@ -2,7 +2,8 @@
 
 Neighbouring bfloat16 numbers differ by half a percent, so that usual updates would be lost to rounding. The
 optimizer moves a float32 master; the weight is the rounded master. Gradients add up in float32, too.
-A master in host memory has its gradient and its moments there: the device keeps weights and gradients alone.
+If a master lies in host memory, so do its float32 gradient and its optimizer moments. The device then holds
+only the weight, and its gradient until the optimizer step.
 
 Sources: Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.1; Ren et al.,
 "ZeRO-Offload" (arXiv:2101.06840), section 4.
@@ -19,11 +20,12 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class Masters:
-    """The float32 masters in this process, by weight. Each is made when its weight first moves here.
+    """The float32 masters of this process, by weight. A master is made at its weight's first update or load.
 
     Args:
-        parameters: all that may move; gradients of those below float32 are float32 from now on.
-        on_host: every parameter has a master, and all masters lie in host memory.
+        parameters: all trainable parameters. Those of bfloat16 or float16 get a master, and their gradients
+            are float32 from now on.
+        on_host: every parameter gets a master, and all masters lie in host memory.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, on_host: bool = False) -> None:
@@ -49,7 +51,10 @@ class Masters:
 
     @torch.no_grad()
     def take_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what the optimizer moves for ``parameters`` with a gradient; masters take over gradients."""
+        """Move gradients from the weights to their masters; return the tensors that the optimizer updates.
+
+        These are, for each parameter with a gradient, its master or, without a master, the parameter itself.
+        """
         moved = []
         for parameter in parameters:
             if parameter.grad is None:
@@ -64,7 +69,7 @@ class Masters:
 
     @torch.no_grad()
     def give_weights(self) -> None:
-        """Set weights to their rounded masters, where these have moved."""
+        """Round every master that has a gradient into its weight, and clear that gradient."""
         chosen = [(p, m) for p, m in self._masters.items() if m.grad is not None]
         if chosen:
             torch._foreach_copy_([p for p, _ in chosen], [m for _, m in chosen])
@@ -73,7 +78,10 @@ class Masters:
             self._versions[parameter] = parameter._version
 
     def load(self, parameter: nn.Parameter, master: Tensor | None) -> nn.Parameter:
-        """Return what the optimizer moves for ``parameter``; ``master``: its saved master, if any."""
+        """Restore a saved ``master``, if given; return the tensor that the optimizer updates.
+
+        It is the master, or ``parameter`` itself if it has none.
+        """
         if parameter not in self._mastered:
             return parameter
         own = self._master(parameter)

@@ -257,7 +257,7 @@ class ModelRunner:
         """Return KL(policy || reference) over the whole vocabulary: [N], with gradient in the policy.
 
         A teacher of ``task`` takes the place of the reference. ``logits`` [N, V] are those of the policy at
-        all response tokens, after temperature and filter.
+        all response tokens, after temperature and before top-k and top-p.
         """
         batch = make_microbatch(
             list(range(len(samples))),

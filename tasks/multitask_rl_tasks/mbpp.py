@@ -31,7 +31,7 @@ class Mbpp(SourcedTask):
         return {
             "prompt": "{prompt}\n\nThe program must pass tests like\n{example}\n\n"
             "Answer with one Python block.",
-            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=5.0)],
+            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=10.0)],
             "primary_metric": "code_evaluator",
         }
 

@@ -83,7 +83,11 @@ def main():
 
     with without_collector():
         import datasets  # noqa: F401
+        import mlflow  # noqa: F401
+        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
+        from multitask_rl.cli import train  # noqa: F401
+        from multitask_rl.trainer import Trainer  # noqa: F401
         from multitask_rl.training.backends import replica  # noqa: F401
 
     codes = {}

@@ -26,6 +26,8 @@ from multitask_rl.training import forward
 from multitask_rl.training.microbatch import build_microbatches
 
 TOKENS = 32_768
+MEASURED = 16_384
+"""Response tokens whose logits are measured."""
 VOCABULARY = 2048
 """Of the model whose logits are measured; the one that is trained knows the characters only."""
 CHARACTERS = "0123456789abcdef-\":,{} \nEJOMKVSNxtrachevluospndigtywbmf.[]'qjkz"
@@ -141,17 +143,17 @@ def peak_mib() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-def learn(directory: Path, slice_cells: int) -> None:
-    """Compute log-probabilities of 32k response tokens and their gradient.
+def learn(directory: Path, slice_cells: int, tokens: int = MEASURED) -> None:
+    """Compute log-probabilities of so many response tokens and their gradient.
 
     In sixteen samples: what grows with the slice is the logits, and attention would take most of the time.
     """
     forward.SLICE_CELLS = slice_cells
     model = Qwen2ForCausalLM.from_pretrained(directory)
     model.gradient_checkpointing_enable()
-    responses = [[3 + (7 * i + k) % 60 for i in range(TOKENS // 16)] for k in range(16)]
+    responses = [[3 + (7 * i + k) % 60 for i in range(tokens // 16)] for k in range(16)]
     (batch,) = build_microbatches(
-        [[5, 6, 7]] * 16, responses, max_tokens=2 * TOKENS, layout="bucketed", pad_token_id=0
+        [[5, 6, 7]] * 16, responses, max_tokens=2 * tokens, layout="bucketed", pad_token_id=0
     )
     out = forward.forward_tokens(model, batch, [SamplingParams()] * 16)
     out.logprobs.sum().backward()
@@ -165,12 +167,12 @@ def main() -> None:
     slices = [int(x) for x in sys.argv[2:]]
     write_actor(directory / "wide", VOCABULARY)
     peaks = {}
-    learn(directory / "wide", slices[0] * 2**18)  # libraries take their own share once
+    learn(directory / "wide", slices[0] * 2**18, MEASURED // 4)  # libraries take their own share once
     for size in slices:
         start = reset_peak()
         learn(directory / "wide", size * 2**18)
         peaks[size] = peak_mib() - start
-    print(json.dumps({**result, "peaks_mib": peaks, "all_logits_mib": TOKENS * VOCABULARY * 4 / 2**20}))
+    print(json.dumps({**result, "peaks_mib": peaks, "all_logits_mib": MEASURED * VOCABULARY * 4 / 2**20}))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,45 @@ def test_a_task_that_the_guard_froze_is_trained_again_once_the_guard_is_off(tmp_
         assert resumed.scheduler.weights()["digit"] > 0.0
 
 
+class Once(Guard):
+    """Judges all weights good, each only once."""
+
+    def __init__(self):
+        self.judged = []
+
+    def observe(self, step, evaluations, confirm=None):
+        self.judged.append(step)
+        return GuardDecision(judged_good=True)
+
+    def state_dict(self):
+        return {"judged": list(self.judged)}
+
+    def load_state_dict(self, state, renamed=None):
+        self.judged = list(state["judged"])
+
+
+def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_restore(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 2, **SMALL))
+    trainer.add_guard(Once())
+    trainer.train()
+    found = str(tmp_path / "out/checkpoints/step_00000002")
+    sizes = {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
+    for guard, judged, verdict in ((Once(), [0, 2, 3], True), (None, None, None)):
+        none = GuardConfig(enabled=False)
+        fork = Trainer.from_config(run_config(tmp_path, f"fork_{judged}", 3, guard=none, **sizes))
+        if guard is not None:
+            fork.add_guard(guard)
+        fork.train()
+        records = (tmp_path / f"fork_{judged}/evaluations.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in records] == [2, 3]
+        entries = CheckpointStore(tmp_path / f"fork_{judged}/checkpoints", 4).entries
+        assert entries[2].judged_good is verdict
+        assert entries[2].score is not None
+        if guard is not None:
+            assert guard.judged == judged
+
+
 def test_a_task_whose_world_always_fails_ends_the_run_as_failing_rewards_do(tmp_path):
     echo = "  echo: {type: grpo, dataset: digit.jsonl, environment: 'worlds.py:Gone', max_turns: 2}\n"
     write_run(tmp_path, COPY + echo, num_rows=40)
@@ -199,3 +238,42 @@ def test_a_renamed_task_goes_on_from_its_buffer():
     renamed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     drawn = [sample.task for _ in range(3) for sample in renamed.select([scored("new", 8), scored("new", 9)])]
     assert drawn == ["new"] * len(drawn)
+
+
+def test_a_run_that_fails_says_why_in_its_records_until_it_goes_on(tmp_path):
+    write_run(tmp_path, COPY.replace("starts_right", "breaks"), num_rows=40)
+    good = "\n\ndef breaks(response):\n    return 1.0\n"
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write(good.replace("return 1.0", "raise OSError('the server is gone')"))
+    for steps in (2, 2):
+        with pytest.raises(RewardError, match="the server is gone"):
+            train(run_config(tmp_path, "out", steps, **SMALL))
+        events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+        (failed,) = [e for e in events if (e["source"], e["kind"]) == ("run", "failed")]
+        assert "the server is gone" in failed["reason"]
+
+
+def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=40)
+    train(run_config(tmp_path, "out", 2, **SMALL))
+    write_run(tmp_path, COPY + DIGIT.replace("digit:", "number:"), num_rows=40)
+    with Trainer.from_config(run_config(tmp_path, "out", 3, **SMALL)) as resumed:
+        resumed.train_step()
+        (changed,) = [event for event in resumed.events if event.kind == "changed"]
+    assert "tasks: ['copy', 'digit'] -> ['copy', 'number']" in changed.reason
+
+
+def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path):
+    """``renamed_from`` may be left out once a checkpoint has the new name."""
+    anchor = "  old: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"
+    write_run(tmp_path, COPY + anchor, num_rows=60)
+    asked, solved = [], []
+    for step, task in enumerate((anchor, anchor.replace("old: {", "new: {renamed_from: old, "), anchor), 1):
+        name = "old" if step == 1 else "new"
+        write_run(tmp_path, COPY + task.replace("old:", f"{name}:"), num_rows=60)
+        trainer = train(run_config(tmp_path, "out", 2 * step, **SMALL))
+        asked.append([row["id"] for row in trainer.tasks[name].eval_rows])
+        solved.append((trainer.tasks[name].anchor.prompts, trainer.tasks[name].anchor.solved))
+    assert asked[0] == asked[1] == asked[2]
+    assert solved[0] == solved[1] == solved[2], "what was solved at first"
+    assert len(asked[0]) == 6

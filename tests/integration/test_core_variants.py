@@ -95,14 +95,24 @@ def numbers(directory):
 @pytest.mark.parametrize(
     ("tasks", "save", "changes"),
     [
-        (TASKS, None, {"critic": CriticConfig(trunk="separate")}),
-        (TASKS, None, {"batch": BatchConfig(**BATCH, num_minibatches=2, num_epochs=2)}),
-        (TASKS, None, {"batch": BatchConfig(**BATCH, layout="packed")}),
-        (TASKS, None, {"model": {"gradient_checkpointing": True}}),
-        (TASKS, None, {"model": {"autocast": True}}),
-        (TASKS, None, {"rollout": RolloutConfig(max_new_tokens=6, stop=["a", "1"])}),
+        (
+            TASKS,
+            None,
+            {
+                "critic": CriticConfig(trunk="separate"),
+                "batch": BatchConfig(**BATCH, num_minibatches=2, num_epochs=2),
+            },
+        ),
+        (TASKS, None, {"model": {"autocast": True}, "batch": BatchConfig(**BATCH, layout="packed")}),
+        (
+            TASKS,
+            save_with_chat_template,
+            {
+                "rollout": RolloutConfig(max_new_tokens=6, stop=["a", "1"]),
+                "model": {"gradient_checkpointing": True},
+            },
+        ),
         (TASKS, save_gpt2, {"batch": BatchConfig(**BATCH, layout="packed")}),
-        (TASKS, save_with_chat_template, {}),
         (NO_CONTROL_TOKENS, None, {"model": {"lora": LoraConfig(rank=4)}}),
         (
             NO_CONTROL_TOKENS,
@@ -115,14 +125,10 @@ def numbers(directory):
         (CONSTRAINTS, None, {}),
     ],
     ids=[
-        "separate-critic",
-        "minibatches",
-        "packed",
-        "checkpointing",
-        "autocast",
-        "stop",
+        "separate-critic-minibatches",
+        "autocast-packed",
+        "chat-stop-checkpointing",
         "gpt2",
-        "chat",
         "lora",
         "lora-separate",
         "constraints",

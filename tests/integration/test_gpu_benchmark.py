@@ -1,16 +1,16 @@
 """The benchmark of a GPU, tiny: the same command on a CPU and, where there is one, on a GPU."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from forked import run_forked
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = "--actor tiny --workload uniform --steps 1 --dtype float32 --peer none --engines hf"
-TINY_OVERLAP = "--delays 0 --block 2 --overlap-tokens 8"
+TINY_OVERLAP = "--delays 0 --block 1 --overlap-tokens 8"
 
 
 @pytest.mark.slow
@@ -29,9 +29,9 @@ TINY_OVERLAP = "--delays 0 --block 2 --overlap-tokens 8"
     ],
 )
 def test_the_command_measures_and_its_result_becomes_a_table(tmp_path, device, monkeypatch):
-    command = [sys.executable, BENCHMARKS / "gpu.py", *TINY.split(), *TINY_OVERLAP.split()]
+    command = [BENCHMARKS / "gpu.py", *TINY.split(), *TINY_OVERLAP.split()]
     command += ["--device", device, "--peak-tflops", "0.1", "--json", tmp_path / "gpu.json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    done = run_forked(*command, cwd=tmp_path, timeout=580)
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads((tmp_path / "gpu.json").read_text())
     (steps,) = result["steps"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 
+from forked import ForkedRank
 from multitask_rl.cli import main
 from multitask_rl.config.devices import plan_ranks
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
@@ -16,9 +17,18 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import read_weights
 from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
+from multitask_rl.training.backends.build import LocalRank, TorchBackend
 from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    """Start ranks as forks of one process: one test takes that away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBackend, "launch", ForkedRank)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +47,9 @@ def expected(place):
 
 
 def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(place, expected, capsys):
-    two = train(run_config(place, "two", 3, **TWO))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TorchBackend, "launch", LocalRank)
+        two = train(run_config(place, "two", 3, **TWO))
     for name, found in two.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
 

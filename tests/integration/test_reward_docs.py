@@ -85,7 +85,7 @@ def test_every_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     for module in notebook.parent.glob("*.py"):
         (tmp_path / module.name).write_text(module.read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    short = "import os\n\nos.environ['MULTITASK_RL_MAX_STEPS'] = '4'"
+    short = "import os\n\nos.environ['MULTITASK_RL_MAX_STEPS'] = '2'"
     (tmp_path / "notebook.py").write_text("\n\n".join([short, *code]))
     shell(tmp_path, "python", ["notebook.py"])
 

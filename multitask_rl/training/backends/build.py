@@ -34,6 +34,38 @@ _BOOT = (
 _END_WITHIN_S = 5.0
 
 
+class LocalRank:
+    """A learner rank in a new interpreter on this machine, which calls ``replica.serve(**where)``."""
+
+    def __init__(self, where: dict[str, Any]) -> None:
+        # -P: a file of the working directory named like a standard module must not be imported in its place
+        command = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=2, text=True, start_new_session=True
+        )
+        assert self._process.stdin is not None
+        # not on the command line, where every user of the machine could read the token
+        with self._process.stdin as line:
+            line.write(json.dumps(where) + "\n")
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def ended(self) -> str:
+        """Return how it ended; empty while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+
 class TorchBackend(TrainingBackend):
     """Learns in this process or, if ``device_map.actor`` names several devices, in a rank on each of them.
 
@@ -41,6 +73,8 @@ class TorchBackend(TrainingBackend):
     """
 
     group: ClassVar[Callable[..., RankGroup]] = RankGroup
+    launch: ClassVar[Launch] = LocalRank
+    """Starts a rank on this machine."""
 
     @classmethod
     def check(cls, config: RunConfig) -> None:
@@ -69,7 +103,7 @@ class TorchBackend(TrainingBackend):
             return main
         on_gpu = devices[0][0].startswith("cuda")
         threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
-        launch: Launch = LocalRank
+        launch: Launch = cls.launch
         if started := torchrun_size():
             if started != len(devices) or config.executor != "local":
                 raise ConfigError(
@@ -114,38 +148,6 @@ def refused_in_parts(config: RunConfig) -> list[str]:
         "device_map.reference": "reference" in config.device_map,
     }
     return [key for key, is_wanted in wants.items() if is_wanted]
-
-
-class LocalRank:
-    """A learner rank in a new interpreter on this machine, which calls ``replica.serve(**where)``."""
-
-    def __init__(self, where: dict[str, Any]) -> None:
-        # -P: a file of the working directory named like a standard module must not be imported in its place
-        command = [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=2, text=True, start_new_session=True
-        )
-        assert self._process.stdin is not None
-        # not on the command line, where every user of the machine could read the token
-        with self._process.stdin as line:
-            line.write(json.dumps(where) + "\n")
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
-
-    def ended(self) -> str:
-        """Return how it ended; empty while it runs."""
-        code = self._process.poll()
-        if code is None:
-            return ""
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-
-    def kill(self) -> None:
-        """End the process at once. Idempotent."""
-        self._process.kill()
-        self._process.wait()
 
 
 def serve_torchrun_rank() -> None:

@@ -176,7 +176,8 @@ class Ranks:
         for tensor in tensors:
             sent = tensor.detach().to(self.device).contiguous()
             self._all.broadcast(sent, root).wait()
-            if self.rank != root and sent.data_ptr() != tensor.data_ptr():
+            if self.rank != root:
+                # onto itself, too: a float32 master sees by the version that its weight has changed
                 tensor.copy_(sent)
 
     def sum(self, tensor: Tensor, at: int | None = None) -> None:

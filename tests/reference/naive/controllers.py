@@ -50,6 +50,8 @@ class Seen:
     """Rewards of each group."""
     headroom: float
     """Mean over groups of at least two of their best reward less the mean of the rest; NaN without one."""
+    applied: Sequence[tuple[float, float]] = ()
+    """Declared range of the rewards that applied to each slot."""
 
 
 @dataclass
@@ -64,6 +66,8 @@ class Trace:
     lowest: list[float] = field(default_factory=list)
     """Smallest reward of each group, of the three smallest."""
     highest: list[float] = field(default_factory=list)
+    applied: list[tuple[float, float]] = field(default_factory=list)
+    """The narrowest range that holds those of all slots so far, if any."""
     offset: float = 0.0
     offset_variance: float = 0.0
     evaluations: int = 0
@@ -78,6 +82,8 @@ class Trace:
             self.above.add(seen.headroom, seen.prompts, gain if self.above.steps else 1.0)
         self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
         self.highest = sorted(self.highest + [max(own) for own in seen.shown])[-3:]
+        if ranges := [*self.applied, *seen.applied]:
+            self.applied = [(min(low for low, _ in ranges), max(high for _, high in ranges))]
 
     @property
     def informative_rate(self) -> float:
@@ -94,8 +100,10 @@ class Trace:
 
     def ends(self, declared: tuple[float, float] | None) -> tuple[float, float]:
         """The declared range; else what three groups have reached or passed; [0, 1] until rewards differ."""
-        if declared is not None and declared[0] < declared[1]:
-            return declared
+        if declared is not None:
+            low, high = self.applied[0] if self.applied else declared
+            if low < high:
+                return low, high
         if self.lowest and self.lowest[-1] < self.highest[0]:
             return self.lowest[-1], self.highest[0]
         return min(0.0, self.mean.value), max(1.0, self.mean.value)

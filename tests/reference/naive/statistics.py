@@ -108,6 +108,21 @@ def shown_rewards(task: Task, attempts: Sequence[Attempt], refused: Refused) -> 
     return list(found.values())
 
 
+def applied_ranges(task: Task, attempts: Sequence[Attempt]) -> list[tuple[float, float]]:
+    """Of every slot with a reward, the declared range of a sum of the rewards that applied."""
+    rules = [r for r in task.rewards if r.weight]
+    if not rules or task.range_of("reward") is None:
+        return []
+    price = math.fsum(c.weight for c in task.constraints if c.mode == "penalty")
+    found = []
+    for a in last_attempts(attempts):
+        if a.reward is not None and a.terms:
+            own = [r for r, (_, value) in zip(rules, a.terms, strict=False) if not math.isnan(value)]
+            ends = [(r.signed_weight * r.low, r.signed_weight * r.high) for r in own]
+            found.append((sum(min(pair) for pair in ends) - price, sum(max(pair) for pair in ends)))
+    return found
+
+
 def step_statistics(
     task: Task, attempts: Sequence[Attempt], refused: Refused
 ) -> tuple[int, int, float, float, float, dict[str, Number]]:

@@ -20,7 +20,7 @@ from .optimizer import AdamW, clipped, schedule
 from .quantiles import check_draws
 from .records import Attempt, Number, Sample
 from .settings import Answer, Settings, Task
-from .statistics import Refused, describe, primary, shown_rewards, step_statistics
+from .statistics import Refused, applied_ranges, describe, primary, shown_rewards, step_statistics
 
 
 class Teacher:
@@ -450,7 +450,8 @@ class Run:
                 task, attempts, self.refused[task.name]
             )
             shown = shown_rewards(task, attempts, self.refused[task.name])
-            seen[task.name] = Seen(n, spread, mean, shown, headroom)
+            ends = applied_ranges(task, attempts)
+            seen[task.name] = Seen(n, spread, mean, shown, headroom, ends)
             numbers[task.name] = own_numbers
             own = metrics[task.name]
             own |= {"reward_std": std, "informative_rate": spread / max(1, n)}

@@ -229,6 +229,28 @@ def test_state_survives_json_and_continues_identically(name):
     assert (_credit(first, later, **others) == _credit(second, later, **others)).all()
 
 
+def test_a_cost_keeps_its_scale_when_another_constraint_comes_before_it():
+    """After a resume with one constraint more; and a state from before a cost has no scale of it."""
+    old, resumed, fresh = (GRPO(GRPOConfig()) for _ in range(3))
+    start = json.dumps(old.state_dict())
+    small = {"costs": 0.01 * COSTS, "multipliers": (1.0,), "constraints": ("small",)}
+    for _ in range(5):
+        old.credit(credit_batch(REWARDS, GROUPS, LENGTHS, **small))
+        fresh.credit(credit_batch(REWARDS, GROUPS, LENGTHS, **small))
+    resumed.load_state_dict(json.loads(json.dumps(old.state_dict())))
+    both = {"multipliers": (1.0, 1.0), "constraints": ("large", "small")}
+    found = resumed.credit(
+        credit_batch(REWARDS, GROUPS, LENGTHS, costs=torch.cat([COSTS, 0.01 * COSTS], dim=1), **both)
+    )
+    turned = {"multipliers": (1.0, 1.0), "constraints": ("small", "large")}
+    expected = fresh.credit(
+        credit_batch(REWARDS, GROUPS, LENGTHS, costs=torch.cat([0.01 * COSTS, COSTS], dim=1), **turned)
+    )
+    torch.testing.assert_close(found.advantages, expected.advantages)
+    old.load_state_dict(json.loads(start))
+    assert json.dumps(old.state_dict()) == start
+
+
 def test_task_scale_does_not_depend_on_how_many_groups_were_filtered():
     with_flat = GRPO(GRPOConfig()).credit(credit_batch([1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1, 2, 2]))
     without = GRPO(GRPOConfig()).credit(credit_batch([1.0, 0.0], [0, 0]))

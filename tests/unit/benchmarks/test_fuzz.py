@@ -171,7 +171,7 @@ def test_a_campaign_finds_nothing(
 ) -> None:
     monkeypatch.setattr("fuzzing.pool.MEMORY_MIB", resident_mib() + 600)
     kinds = [word for kind in KINDS if kind != "checkpoint" for word in ("--kind", kind)]
-    assert fuzz.main(["--n", "210", "--seed", "7", "--processes", "2", *kinds]) == 0, capsys.readouterr().out
+    assert fuzz.main(["--n", "105", "--seed", "7", "--processes", "2", *kinds]) == 0, capsys.readouterr().out
 
 
 def test_a_case_is_the_same_for_the_same_seed() -> None:

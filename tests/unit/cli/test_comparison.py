@@ -543,10 +543,10 @@ def test_costs_count_what_a_rollback_undid_and_tell_when_a_level_was_reached(
     result = json.loads(capsys.readouterr().out)["result"]
     assert result["levels"] == {"math": pytest.approx(0.9)}
     first, second, third = (own["math"] for own in result["reached"])
-    assert first == {"reached": 1, "runs": 1, "steps": 4, "samples": 48, "tokens": 240, "seconds": 12}
-    assert second == {"reached": 1, "runs": 1, "steps": 2, "samples": 32, "tokens": None, "seconds": 8}
+    assert first == {"reached": 1, "runs": 1, "steps": 6, "samples": 48, "tokens": 240, "seconds": 12}
+    assert second == {"reached": 1, "runs": 1, "steps": 4, "samples": 32, "tokens": None, "seconds": 8}
     assert third["reached"] == 0
-    assert result["costs"][0] == {"steps": 4, "samples": 48, "tokens": 240, "seconds": 12}
+    assert result["costs"][0] == {"steps": 6, "samples": 48, "tokens": 240, "seconds": 12}
     assert result["unfinished"][0] == f"{runs[0]} has made 4 of 5 steps"
     assert main_compare([*runs, "--level", "0.1"]) == 0
     assert ["math", "0.1"] in [line.split()[:2] for line in capsys.readouterr().out.splitlines()]

@@ -226,6 +226,31 @@ def test_what_could_not_be_judged_teaches_nothing() -> None:
     assert not pooled.state_dict()["curriculum"]["rates"]
 
 
+def test_prompts_that_are_never_judged_do_not_hold_the_level_at_its_first_value() -> None:
+    pooled = stream(BY_RATE, rows=ROWS[:8])
+    for step in range(60):  # half of the prompts are never judged; the others earn 0 at first, then 1
+        part = pooled.next(4)
+        earned = 0.0 if step < 2 else 1.0
+        pooled.observe({draw: [] if row["id"] < 4 else [earned] * 8 for draw, row in part}, step)
+    assert earned + pooled.shift() == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("spec", [BY_RATE, BY_LEVEL])
+def test_prompts_that_are_never_judged_get_the_floor_alone_while_the_others_are_learnt(spec) -> None:
+    pooled, chance, drawn = stream(spec), random.Random(0), []
+    for step in range(150):
+        part = pooled.next(8)
+        rate = min(0.95, 0.3 + 0.65 * step / 60)
+        drawn += [row["level"] == 0 for _, row in part]  # a quarter of the prompts
+        groups = {d: [] if r["level"] == 0 else [float(chance.random() < rate)] * 2 for d, r in part}
+        pooled.observe(groups, step)
+    assert mean(drawn[-400:]) < 0.06
+    assert stream(spec).state_dict()["curriculum"]["unjudged"] == []
+    again = stream(spec)
+    again.load_state_dict(json.loads(json.dumps(pooled.state_dict())))
+    assert again.next(8) == pooled.next(8)
+
+
 def test_scale_and_shift_of_the_reward_change_nothing() -> None:
     plain, scaled = stream(BY_RATE), stream(BY_RATE)
     assert play(plain, 60)[0] == play(scaled, 60, scale=100.0, shift=7.0)[0]

@@ -535,18 +535,18 @@ def test_a_text_that_nested_columns_repeat_is_held_once(tmp_path: Path, kind: st
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     text = "a" * 400_000
 
-    def column(repeats: int) -> Any:
+    def column(*repeats: int) -> Any:
         if kind == "map":
-            entries = [(f"{i}", text) for i in range(repeats)]
-            return arrow.array([entries] * 4, arrow.map_(arrow.string(), arrow.large_string()))
+            rows = [[(f"{i}", text) for i in range(n)] for n in repeats]
+            return arrow.array(rows, arrow.map_(arrow.string(), arrow.large_string()))
         if kind == "struct":
             inner = arrow.struct({"x": arrow.list_(arrow.string())})
-            return arrow.array([{"x": [text] * repeats}] * 4, inner)
-        return arrow.array([[text] * repeats] * 4, arrow.list_(arrow.string()))
+            return arrow.array([{"x": [text] * n} for n in repeats], inner)
+        return arrow.array([[text] * n for n in repeats], arrow.list_(arrow.string()))
 
     small, large = tmp_path / "small.parquet", tmp_path / "large.parquet"
-    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(50)}), small)
-    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(700)}), large)
+    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(50, 50, 50, 50)}), small)
+    parquet.write_table(arrow.table({"prompt": ["x"] * 4, "more": column(1, 1, 700, 1)}), large)
     before = arrow.total_allocated_bytes()
     rows = read_file(small)
     assert arrow.total_allocated_bytes() - before < 16 << 20

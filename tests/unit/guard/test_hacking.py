@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from multitask_rl.guard.decision import GuardAction
-from multitask_rl.guard.hacking import HackingDetector, Observation, kendall_score
+from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory, kendall_score
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event, TaskStats
@@ -123,3 +123,15 @@ def test_the_guard_lowers_the_share_of_a_hacked_task_before_it_is_a_regression()
     assert [d.action for d in acted][:1] == [GuardAction.reweight]
     assert acted[0].adjustments.weight_factors == {"a": 0.5}
     assert acted[0].events[0].kind == "hacking"
+
+
+def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() -> None:
+    history = StepHistory(50)
+    for step in range(30):
+        easier = 0.01 * step  # the ability is the same
+        math_task = TaskStats(
+            task="math", num_prompts=8, num_informative=2, reward_mean=0.4 + easier, shift=-easier
+        )
+        chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
+        history.record(step, {"math": math_task, "chat": chat})
+    assert history.find_culprit("math", since=0) == "chat"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import time
+from functools import cache
 
 import pytest
 
@@ -30,7 +31,7 @@ VERDICTS = [
 FAMILY_NAMES = ["llama_guard", "shieldgemma", "qwen3guard", "generic"]
 
 
-def train_judge(directory, family: str, chat_template: str | None = None) -> None:
+def train_judge(directory, family: str, chat_template: str | None = None, steps: int = 150) -> None:
     """A tiny causal LM that answers with the family's worst verdict where the prompt ends in 'kill'."""
     import torch
     from transformers import Qwen2ForCausalLM
@@ -44,7 +45,7 @@ def train_judge(directory, family: str, chat_template: str | None = None) -> Non
     texts = [p + spec.lead + " " + v for p, v in zip(_prompts(family), (best, worst), strict=True)]
     batch = [torch.tensor([tokenizer(text)["input_ids"]]) for text in texts]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(150):
+    for _ in range(steps):
         loss = sum(
             torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[:, -1], ids[:, -1]) for ids in batch
         )
@@ -70,11 +71,27 @@ def _prompts(family: str) -> list[str]:
     return [build_prompt(_Plain(), FAMILIES[family], "hello", word) for word in ("hello", "kill")]
 
 
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory):
+    """Return the directory of a family's judge, which is trained once."""
+
+    @cache
+    def judge(family):
+        directory = tmp_path_factory.mktemp(family)
+        train_judge(directory, family)
+        return directory
+
+    return judge
+
+
 @pytest.fixture(scope="module", params=FAMILY_NAMES)
-def trained(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp(request.param)
-    train_judge(directory, request.param)
-    return request.param, directory
+def trained(request, judges):
+    return request.param, judges(request.param)
+
+
+@pytest.fixture
+def llama(judges):
+    return judges("llama_guard")
 
 
 def guard(directory, family: str, **changes) -> LlamaGuard:
@@ -128,9 +145,8 @@ def forwards(judge: CausalJudge) -> list[tuple[int, ...]]:
     return shapes
 
 
-def test_a_verdict_takes_no_sampling_and_explanations_are_sampled_in_batches_with_a_cache(tmp_path):
-    train_judge(tmp_path, "llama_guard")
-    constraint = guard(tmp_path, "llama_guard", max_new_tokens=16)
+def test_a_verdict_takes_no_sampling_and_explanations_are_sampled_in_batches_with_a_cache(llama):
+    constraint = guard(llama, "llama_guard", max_new_tokens=16)
     rollouts = [rollout("kill " * (1 + i % 3), prompt="hello") for i in range(16)]
     shapes = forwards(constraint.guard.model)
     verdicts = constraint.judge(rollouts)
@@ -147,9 +163,9 @@ def test_a_verdict_takes_no_sampling_and_explanations_are_sampled_in_batches_wit
     assert not shapes
 
 
-@pytest.mark.parametrize("texts", [["hello", "kill"], ["kill kill kill hello", "kill", "hello hello"]])
-def test_an_explanation_does_not_depend_on_its_batch(trained, texts):
+def test_an_explanation_does_not_depend_on_its_batch(trained):
     family, directory = trained
+    texts = ["hello", "kill", "kill kill kill hello", "hello hello"]
     judge = guard(directory, family, max_new_tokens=8)
     rollouts = [rollout(text, prompt="hello") for text in texts]
     verdicts = [Verdict(cost=1.0, violated=True)] * len(texts)
@@ -158,9 +174,8 @@ def test_an_explanation_does_not_depend_on_its_batch(trained, texts):
     assert any(alone)
 
 
-def test_of_a_response_in_parts_the_worst_is_explained_and_what_was_not_read_is_not(tmp_path):
-    train_judge(tmp_path, "llama_guard")
-    constraint = guard(tmp_path, "llama_guard", max_length=300, max_new_tokens=2, max_parts=6)
+def test_of_a_response_in_parts_the_worst_is_explained_and_what_was_not_read_is_not(llama):
+    constraint = guard(llama, "llama_guard", max_length=300, max_new_tokens=2, max_parts=6)
     hidden = rollout(" ".join(["hello"] * 400 + ["kill"] * 120), prompt="hello")
     others = [rollout("", prompt="hello"), rollout("hello " * 20_000, prompt="hello")]
     verdicts = [Verdict(cost=1.0, violated=True)] * 3
@@ -171,24 +186,22 @@ def test_of_a_response_in_parts_the_worst_is_explained_and_what_was_not_read_is_
     assert shapes[-2][0] == 1, "one part is explained"
 
 
-def test_long_exchanges_are_data_failures(tmp_path):
-    train_judge(tmp_path, "llama_guard")
-    (failure,) = guard(tmp_path, "llama_guard", max_length=20).judge([rollout("kill", prompt="hello")])
+def test_long_exchanges_are_data_failures(llama):
+    (failure,) = guard(llama, "llama_guard", max_length=20).judge([rollout("kill", prompt="hello")])
     assert isinstance(failure, Failure)
     assert failure.kind == "data"
 
 
 def test_chat_template_of_the_model_is_preferred(tmp_path):
     template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    train_judge(tmp_path, "llama_guard", chat_template=template)
+    train_judge(tmp_path, "llama_guard", chat_template=template, steps=0)
     judge = CausalJudge(GuardConfig(model_name=str(tmp_path), device="cpu", batch_size=2, max_length=0), "t")
     assert build_prompt(judge, FAMILIES["llama_guard"], "hello", "kill") == "hello kill "
     assert "Factual" in build_prompt(judge, FAMILIES["llama_guard"], "hello", "kill", ["Factual errors."])
 
 
-def test_response_cannot_spell_control_tokens(tmp_path):
-    train_judge(tmp_path, "llama_guard")
-    judge = CausalJudge(GuardConfig(model_name=str(tmp_path), device="cpu", batch_size=2, max_length=0), "t")
+def test_response_cannot_spell_control_tokens(llama):
+    judge = CausalJudge(GuardConfig(model_name=str(llama), device="cpu", batch_size=2, max_length=0), "t")
     assert "<eos>" not in build_prompt(judge, FAMILIES["llama_guard"], "a", "b <eos> safe <e<eos>os>")
 
 
@@ -248,11 +261,8 @@ def test_fact_checker_reads_the_kind_of_model_from_its_configuration(tmp_path):
     assert failure.kind == "data"
 
 
-def test_fact_checker_asks_a_causal_model_about_factual_errors(tmp_path):
-    train_judge(tmp_path, "llama_guard")
-    config = FactChecker.Config(
-        model_name=str(tmp_path), device="cpu", family="llama_guard", max_new_tokens=2
-    )
+def test_fact_checker_asks_a_causal_model_about_factual_errors(llama):
+    config = FactChecker.Config(model_name=str(llama), device="cpu", family="llama_guard", max_new_tokens=2)
     checker = FactChecker(config)
     verdicts = checker.judge(
         [rollout("hello", prompt="hello", evidence="hello"), rollout("kill", prompt="hello")]
@@ -270,28 +280,26 @@ def test_models_that_cannot_check_facts_are_config_errors(tmp_path):
         FactChecker(FactChecker.Config(model_name="/nowhere/Llama-Guard-3-8B", device="cpu"))
 
 
-@pytest.mark.parametrize("place", [0, 150, 400])
-def test_a_response_longer_than_the_judge_reads_is_judged_in_parts(tmp_path, place):
-    train_judge(tmp_path, "llama_guard")
+def test_a_response_longer_than_the_judge_reads_is_judged_in_parts(llama):
     harmless = ["hello"] * 400
-    constraint = guard(tmp_path, "llama_guard", max_length=300)
-    text = " ".join([*harmless[:place], *["kill"] * 120, *harmless[place:]])
-    clean, hidden = constraint.judge([rollout(t, prompt="hello") for t in (" ".join(harmless), text)])
+    constraint = guard(llama, "llama_guard", max_length=300)
+    texts = [[*harmless[:place], *["kill"] * 120, *harmless[place:]] for place in (0, 150, 400)]
+    clean, *hidden = constraint.judge([rollout(" ".join(t), prompt="hello") for t in (harmless, *texts)])
     assert isinstance(clean, Verdict)
-    assert isinstance(hidden, Verdict)
-    assert hidden.cost > clean.cost
+    for verdict in hidden:
+        assert isinstance(verdict, Verdict)
+        assert verdict.cost > clean.cost
 
 
-def test_a_judge_reads_a_bounded_number_of_parts(tmp_path):
-    train_judge(tmp_path, "llama_guard")
+def test_a_judge_reads_a_bounded_number_of_parts(llama):
     long = rollout("hello " * 20_000, prompt="hello")
-    (unread,) = guard(tmp_path, "llama_guard", max_parts=3).judge([long])
+    (unread,) = guard(llama, "llama_guard", max_parts=3).judge([long])
     assert unread == Verdict(
         cost=1.0, violated=True, reason="longer than `max_parts` = 3 parts of what the model reads at once"
     )
     question = rollout("hello " * 20_000, prompt="hello " * 400)  # leaves almost nothing to a part
     began = time.monotonic()
-    (failure,) = guard(tmp_path, "llama_guard").judge([question])
+    (failure,) = guard(llama, "llama_guard").judge([question])
     assert isinstance(failure, Failure)
     assert failure.kind == "data"
     assert time.monotonic() - began < 5.0

@@ -1,8 +1,9 @@
 """What the numbers of a task mean, the same in training and held out (docs/definitions.md)."""
 
 import itertools
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.records import (
     NOT_APPLICABLE,
     OVERRUN,
@@ -18,6 +20,7 @@ from multitask_rl.records import (
     FailureKind,
     Score,
     Scored,
+    TaskStats,
     Verdict,
 )
 from multitask_rl.statistics.definitions import TaskMetrics, metric_names, pass_at_k
@@ -284,3 +287,30 @@ def test_a_failed_response_leaves_the_sizes_that_it_is_missing_for():
     found = metrics().describe(records, held_out=True)
     assert found["pass@1"].mean == 1.0
     assert "pass@2" not in found
+
+
+def test_of_rewards_that_exclude_each_other_the_one_that_applies_is_what_can_be_reached():
+    names = ("refusal", "over_refusal")
+    spec = TaskSpec(name="safety", rewards=[RewardSpec(plugin=n, name=n) for n in names], eval_samples=2)
+    own = TaskMetrics(spec, GRPO(GRPOConfig()))
+    own.declare(dict.fromkeys(names, UNIT))
+    records = []
+    for draw in range(10):  # every row's one applicable reward is 1
+        results = [Score(value=1.0), NOT_APPLICABLE][:: 1 if draw % 2 else -1]
+        terms = [(1.0, r.value if isinstance(r, Score) else math.nan) for r in results]
+        for sample in range(2):
+            record = replace(answer(draw, 1.0), breakdown=dict(zip(names, results, strict=True)), terms=terms)
+            records.append(replace(record, rollout=replace(record.rollout, sample=sample)))
+    assert own.reward_range == (0.0, 2.0)
+    assert own.range_of(records) == (0.0, 1.0)
+    held_out = own.describe(records, held_out=True)
+    assert held_out["pass@1"].mean == held_out["pass@2"].mean == 1.0
+    both = replace(records[0], terms=[(1.0, 1.0), (1.0, 0.0)])
+    assert own.range_of([*records, both]) == (0.0, 2.0)
+    stats = TaskStats(task="safety", num_prompts=8, num_informative=1, reward_mean=1.0)
+    levels = []
+    for known in ((0.0, 1.0), None):  # a checkpoint keeps it
+        trace = TaskTrace(known_range=(0.0, 2.0))
+        trace.observe(replace(stats, reward_range=known), "reward_score", 0.1)
+        levels.append(TaskTrace.from_state(json.loads(json.dumps(asdict(trace))), (0.0, 2.0)).level)
+    assert levels == [1.0, 0.5]

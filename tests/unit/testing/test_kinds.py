@@ -198,7 +198,6 @@ class E(HFEngine):
 @pytest.mark.parametrize(
     ("body", "failed"),
     [
-        ("__class__", 0),
         ("rollout_logprobs[0] -= 0.01", 3),
         ("response_ids.append(5)", 8),
     ],

@@ -1,5 +1,6 @@
 """From what plugins say to advantages: the pool, the stage of the rewards and the credit together."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig, ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
-from multitask_rl.records import SamplingParams
+from multitask_rl.records import SamplingParams, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import AdvantageStage, RewardStage
 from multitask_rl.step.task_state import TaskState
@@ -38,8 +39,10 @@ def harm(response):
 """
 
 
-def advantages(spec: TaskSpec, algorithm: GRPO, responses: list[str]) -> list[float]:
-    """Return the advantage of each response of one group."""
+def advantages(
+    spec: TaskSpec, algorithm: GRPO, responses: list[str], stage: Callable[[Scored], Scored] = lambda s: s
+) -> list[float]:
+    """Return the advantage of each response of one group; ``stage`` stands behind the rewards."""
     learner = LearnerTask(spec=spec, algorithm=algorithm)
     run = TaskState(
         spec=spec,
@@ -57,7 +60,9 @@ def advantages(spec: TaskSpec, algorithm: GRPO, responses: list[str]) -> list[fl
     credit = CreditAssigner(
         InProcess(runner, {"t": learner}, RunConfig()), {"t": learner}, many_updates=False
     )
-    return [float(c.advantages[0]) for c in AdvantageStage(credit, {"t": run}).process(scored)]
+    return [
+        float(c.advantages[0]) for c in AdvantageStage(credit, {"t": run}).process(list(map(stage, scored)))
+    ]
 
 
 @pytest.fixture
@@ -87,3 +92,15 @@ def test_a_penalty_is_subtracted_beside_any_number_of_rewards(algorithm, number,
     harmful, fine, exempt, also_fine = advantages(spec, algorithm(algorithm.Config()), responses)
     assert harmful < 0.0 < fine == also_fine
     assert exempt > harmful
+
+
+def test_a_reward_that_a_stage_has_set_counts_in_place_of_its_terms(plugins):
+    rewards = [
+        RewardSpec(plugin=plugins + "correct", name="correct"),
+        RewardSpec(plugin=plugins + "wordiness", name="wordiness", weight=0.1),
+    ]
+    spec, responses = TaskSpec(name="t", rewards=rewards), ["good", "good a b c d", "good a"]
+    plain = advantages(spec, GDPO(GDPO.Config()), responses)
+    turned = advantages(spec, GDPO(GDPO.Config()), responses, lambda s: replace(s, reward=-(s.reward or 0.0)))
+    assert plain[0] > plain[2] > plain[1]
+    assert turned[0] < turned[2] < turned[1]

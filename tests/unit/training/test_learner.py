@@ -1,3 +1,6 @@
+from copy import deepcopy
+from functools import cache
+
 import pytest
 import torch
 
@@ -14,48 +17,53 @@ from multitask_rl.training.critic import Critic
 from multitask_rl.training.optimizer import ActorCriticOptimizer, schedule_factor
 from multitask_rl.training.runner import ModelRunner
 
+CUTS = [
+    ("bucketed", 64),
+    ("bucketed", 1),
+    ("packed", 100_000),
+    ("packed", 200),
+    ("shared", 100_000),
+    ("shared", 150),
+    ("shared", 1),
+    ("auto", 16_384),
+]
+
+
+@cache
+def drawn(tasks, groups, top_p):
+    return sample_scored(build_actor(), tasks, groups=groups, top_p=top_p)
+
+
+def sampled(tasks, *, groups=4, top_p=1.0):
+    """Return samples of its own for a test; they are drawn once."""
+    return deepcopy(drawn(tasks, groups, top_p))
+
 
 @pytest.mark.parametrize("second", ["grpo", "reward_conditioned"])
-@pytest.mark.parametrize(
-    ("layout", "tokens"),
-    [
-        ("bucketed", 64),
-        ("bucketed", 1),
-        ("packed", 100_000),
-        ("packed", 200),
-        ("shared", 100_000),
-        ("shared", 150),
-        ("shared", 1),
-        ("auto", 16_384),
-    ],
-)
-def test_the_gradient_is_the_same_however_the_samples_are_cut(second, layout, tokens):
-    scored = sample_scored(build_actor(), top_p=0.9)
+def test_the_gradient_is_the_same_however_the_samples_are_cut(second):
+    scored = sampled("ab", groups=5, top_p=0.9)
     whole = Bench(second=second)
     report = whole.update(scored)
-    cut = Bench(second=second, layout=layout, tokens=tokens)
-    cut_report = cut.update(scored)
-    assert relative_difference(cut.gradient, whole.gradient) < 1e-5
-    for task in "ab":
-        assert cut_report.task_metrics[task]["loss"] == pytest.approx(
-            report.task_metrics[task]["loss"], rel=1e-5, abs=1e-6
-        )
+    for layout, tokens in CUTS:
+        cut = Bench(second=second, layout=layout, tokens=tokens)
+        cut_report = cut.update(scored)
+        assert relative_difference(cut.gradient, whole.gradient) < 1e-5, (layout, tokens)
+        for task in "ab":
+            assert cut_report.task_metrics[task]["loss"] == pytest.approx(
+                report.task_metrics[task]["loss"], rel=1e-5, abs=1e-6
+            )
 
 
-def test_engine_and_trainer_agree_on_the_sampled_tokens():
-    report = Bench().update(sample_scored(build_actor(), top_p=0.9))
+def test_engine_and_trainer_agree_on_the_sampled_tokens_and_the_first_update_clips_nothing():
+    report = Bench().update(sampled("ab", groups=5, top_p=0.9))
     for task in "ab":
         assert report.task_metrics[task]["mismatch_max"] < 1e-4
-
-
-def test_the_first_update_has_ratio_one_and_clips_nothing():
-    report = Bench().update(sample_scored(build_actor()))
     assert report.task_metrics["b"]["ratio"] == 1.0
     assert report.task_metrics["b"]["clip_fraction"] == 0.0
 
 
 def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_denominator():
-    scored = sample_scored(build_actor(), "b")
+    scored = sampled("b")
     for s in scored[:8]:
         s.reward = 1.0
     skipping, computing = Bench(), Bench()
@@ -67,7 +75,7 @@ def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_den
 
 
 def test_shares_and_loss_weight_scale_a_tasks_gradient_and_no_other():
-    scored = sample_scored(build_actor(), "b")
+    scored = sampled("b")
     half, full = Bench(), Bench()
     half.update(scored, {"b": 0.5})
     full.tasks["b"].spec.loss_weight = 2.0
@@ -78,12 +86,12 @@ def test_shares_and_loss_weight_scale_a_tasks_gradient_and_no_other():
 def test_a_value_head_is_left_alone_by_steps_without_its_task():
     bench = Bench()
     before = [p.clone() for p in bench.critic.heads.parameters()]
-    bench.update(sample_scored(build_actor(), "b"), {"b": 1.0})
+    bench.update(sampled("b"), {"b": 1.0})
     assert all(torch.equal(x, y) for x, y in zip(before, bench.critic.heads.parameters(), strict=True))
 
 
 def test_a_separate_trunk_keeps_the_value_loss_out_of_the_actor():
-    scored = sample_scored(build_actor(), "a")
+    scored = sampled("a")
     for s in scored:
         s.reward = 1.0
     bench = Bench(trunk="separate")
@@ -98,7 +106,7 @@ def test_a_separate_trunk_keeps_the_value_loss_out_of_the_actor():
     ("aggregation", "bonus"), [("token", 0.0), ("sequence", 0.0), ("constant", 0.0), ("token", 0.1)]
 )
 def test_the_loss_is_the_slow_sum_over_samples(aggregation, bonus):
-    scored = sample_scored(build_actor(), "b")
+    scored = sampled("b")
     bench = Bench(tokens=50)
     bench.tasks["b"].algorithm.config.aggregation = aggregation
     bench.tasks["b"].algorithm.config.entropy_coefficient = bonus
@@ -131,17 +139,14 @@ def test_the_loss_is_the_slow_sum_over_samples(aggregation, bonus):
 
 
 def test_minibatches_and_epochs_see_every_sample_and_move_the_ratio():
-    scored = sample_scored(build_actor(), "b", groups=8)
     bench = Bench(num_minibatches=2, num_epochs=2)
-    report = bench.update(scored, {"b": 1.0})
+    report = bench.update(sampled("b"), {"b": 1.0})
     assert report.task_metrics["b"]["ratio"] != 1.0
-    once = Bench().update(scored, {"b": 1.0}).task_metrics["b"]
-    assert once["ratio"] == 1.0
 
 
 @pytest.mark.parametrize("few", [1, 3])
 def test_a_task_with_few_samples_keeps_its_share_over_the_minibatches(few):
-    scored = sample_scored(build_actor(), groups=4)
+    scored = sampled("ab")
     own = {task: [s for s in scored if s.rollout.task == task] for task in "ab"}
     bench = Bench(num_minibatches=4, num_epochs=2)
     step_of, steps = bench.main.step, []
@@ -160,7 +165,7 @@ def test_a_task_with_few_samples_keeps_its_share_over_the_minibatches(few):
 
 
 def test_gradients_that_are_not_finite_are_not_applied_and_stop_the_run_in_the_end():
-    scored = sample_scored(build_actor(), "b")
+    scored = sampled("b")
     bench = Bench()
     weights = [p.clone() for p in bench.actor.model.parameters()]
     report = bench.update(scored, {"b": float("nan")})
@@ -172,7 +177,7 @@ def test_gradients_that_are_not_finite_are_not_applied_and_stop_the_run_in_the_e
 
 
 def test_a_zero_length_response_is_left_out_of_the_loss_only():
-    scored = sample_scored(build_actor(), "b", groups=2)
+    scored = sampled("b", groups=2)
     scored[0].rollout.response_ids, scored[0].rollout.rollout_logprobs = [], []
     bench = Bench()
     report = bench.update(scored, {"b": 1.0})
@@ -185,7 +190,7 @@ def test_the_schedule_counts_training_steps_however_many_updates_they_make():
     factors = [schedule_factor(config, step, 12) for step in range(12)]
     assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0, *(1.0 - k / 8 for k in range(8))])
     bench, rates = Bench(num_epochs=2, num_minibatches=2), []
-    bench.update(sample_scored(build_actor(), "b", groups=2), {"b": 1.0})
+    bench.update(sampled("b", groups=2), {"b": 1.0})
     step = bench.main.optimizer.step
     bench.main.optimizer.step = lambda factor: rates.append(factor) or step(factor)
     bench.learner.update(bench.credited, shares={"b": 1.0}, step=1, learning_rate_factor=0.25)

@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from learner_benches import Bench as RankBench
+from learner_benches import RanksBench, parameters_of
 from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO
@@ -176,3 +178,27 @@ def test_a_head_that_is_rescaled_many_times_does_not_drift() -> None:
         bench.critic.rescale("a", std / moments.std, (mean - moments.mean) / moments.std)
     said = bench.values() * moments.std + moments.mean
     torch.testing.assert_close(said, start, rtol=1e-4, atol=1e-4)
+
+
+def test_a_rank_that_owns_the_head_follows_its_rescaling():
+    scored = sample_scored(build_actor())
+    settings = {
+        "rate": 1e-3,
+        "moments": "host",
+    }  # float32 masters, which see by a version that a weight changed
+    alone, group = RankBench(**settings), RanksBench(num_ranks=2, **settings)
+    try:
+        for bench in (alone, group):
+            config = bench.algorithms["a"].config
+            config.popart, config.popart_rate = True, 0.3
+        for step in range(2):
+            own = [replace(s, reward=(s.reward or 0.0) * 10**step + step) for s in scored]
+            alone.update(own)
+            group.update(own)
+        expected, found = parameters_of(alone), parameters_of(group)
+        heads = [name for name in expected if "heads" in name]
+        assert heads
+        for name in heads:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
+    finally:
+        group.backend.close()

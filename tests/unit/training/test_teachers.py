@@ -53,6 +53,13 @@ def test_the_gradient_is_that_of_a_naive_loop(kind, layout):
     assert relative_difference(of_actor(bench), naive_gradient(kind, scored)) < 1e-5
 
 
+def test_the_exact_divergence_is_that_of_whole_distributions_where_sampling_cuts_them():
+    scored = sample_scored(build_actor(), "b", top_p=0.6)
+    bench = Bench(layout="packed", second="distill")
+    bench.update(scored, shares={"b": 1.0})
+    assert relative_difference(of_actor(bench), naive_gradient("distill", scored)) < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["distill", "sampled", "sft"])
 def test_one_step_mixes_them_with_a_task_that_has_rewards(kind):
     scored = sample_scored(build_actor())

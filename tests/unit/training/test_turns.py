@@ -51,11 +51,10 @@ def as_episodes(scored, *, forks=False, seed=0):
 CHOICES = ["ab", "abba", "cab=", "+1-1", "7"]
 
 
-def under_grammar(task, *, forks=False, groups=3):
-    """Sample episodes whose every answer is one of ``CHOICES``, perhaps cut, between tokens of a world."""
+def under_grammar(episodes, *, forks=False):
+    """Sample each again: every answer is one of ``CHOICES``, perhaps cut, between tokens of a world."""
     actor, rng = build_actor(), random.Random(3)
     engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0, grammars=lambda: actor.grammars)
-    episodes = sample_scored(actor, task, groups=groups)
     for one in episodes:
         rollout = one.rollout
         rollout.response_ids, rollout.rollout_logprobs, rollout.turns = [], [], []
@@ -183,21 +182,23 @@ def bench_of(kind, **settings):
 
 
 @pytest.mark.parametrize(
-    ("kind", "forks", "has_grammar"),
-    [*((k, True, g) for k in ON_POLICY for g in (False, True)), ("ppo", False, False), ("grpo", False, True)],
+    ("kind", "forks"), [*((kind, True) for kind in ON_POLICY), ("ppo", False), ("grpo", False)]
 )
-def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, forks, has_grammar):
+def test_every_algorithm_has_the_gradient_of_the_loop_over_sampled_tokens(kind, forks):
+    """Half of the episodes are sampled under a grammar."""
     task = "a" if kind == "ppo" else "b"
-    episodes = (
-        under_grammar(task, forks=forks, groups=2)
-        if has_grammar
-        else as_episodes(sample_scored(build_actor(), task, groups=3), forks=forks)
-    )
+    scored = sample_scored(build_actor(), task, groups=2)
+    episodes = as_episodes(scored[:4], forks=forks) + under_grammar(scored[4:], forks=forks)
     bench = bench_of(kind)
     bench.update(episodes, {task: 1.0})
-    assert len(bench.credited) > len(episodes) if forks else len(bench.credited) == len(episodes)
-    if has_grammar and kind != "ppo":
-        assert not all(c.choices.all() for c in bench.credited)
+    own = {True: [], False: []}
+    for c in bench.credited:
+        own[bool(c.sample.scored.rollout.sampling.grammar)].append(c)
+    for credited in own.values():
+        assert len(credited) > 4 if forks else len(credited) == 4
+        assert any(c.advantages.any() for c in credited)
+    if kind != "ppo":
+        assert not all(c.choices.all() for c in own[True])
     assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
 
 
@@ -238,11 +239,13 @@ def test_every_part_of_the_loss_meets_the_sampled_tokens(part):
     assert relative_difference({n: bench.gradient[n] for n in expected}, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
-def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_control_token(layout, tokens):
+def test_conditioning_has_the_gradient_of_the_loop_in_every_layout_and_the_reference_sees_no_control_token():
     episodes = as_episodes(sample_scored(build_actor(), "b", groups=2), forks=True)
-    bench = Bench(rate=1e-12, second="reward_conditioned", layout=layout, tokens=tokens)
-    bench.update(episodes, {"b": 1.0})
+    benches = []
+    for layout, tokens in LAYOUTS:
+        benches.append(Bench(rate=1e-12, second="reward_conditioned", layout=layout, tokens=tokens))
+        benches[-1].update(episodes, {"b": 1.0})
+    bench = benches[0]
     for parameter in bench.actor.model.parameters():
         parameter.grad = None
     actor, reference = bench.actor.model, bench.main.runner.reference
@@ -259,25 +262,30 @@ def test_conditioning_has_the_gradient_of_the_loop_and_the_reference_sees_no_con
     (loss / number).backward()
     named = actor.named_parameters()
     expected = {n: p.grad for n, p in named if p.grad is not None}
-    assert relative_difference({n: bench.gradient[n] for n in expected}, expected) < 1e-5
+    for bench in benches:
+        assert relative_difference({n: bench.gradient[n] for n in expected}, expected) < 1e-5
 
 
-@pytest.mark.parametrize(("layout", "tokens"), LAYOUTS)
 @pytest.mark.parametrize("kind", ["ppo", "grpo", "grpo under a grammar"])
-def test_every_layout_has_the_gradient_of_the_loop(kind, layout, tokens):
+def test_every_layout_has_the_gradient_of_the_loop(kind):
     kind, _, has_grammar = kind.partition(" under ")
     task = "a" if kind == "ppo" else "b"
-    episodes = as_episodes(sample_scored(build_actor(), task, groups=3), forks=True)
-    if has_grammar:
-        episodes = under_grammar(task, forks=True)
-    bench = bench_of(kind, layout=layout, tokens=tokens)
-    bench.update(episodes, {task: 1.0})
-    assert relative_difference(bench.gradient, naive_gradient(bench, task, 1.0)) < 1e-5
+    scored = sample_scored(build_actor(), task, groups=3)
+    episodes = under_grammar(scored, forks=True) if has_grammar else as_episodes(scored, forks=True)
+    benches = []
+    for layout, tokens in LAYOUTS:
+        benches.append(bench_of(kind, layout=layout, tokens=tokens))
+        benches[-1].update(episodes, {task: 1.0})
+    expected = naive_gradient(benches[0], task, 1.0)
+    for bench in benches:
+        assert relative_difference(bench.gradient, expected) < 1e-5
+        for found, first in zip(bench.credited, benches[0].credited, strict=True):
+            torch.testing.assert_close(found.ref_logprobs, first.ref_logprobs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])  # "token": the tests above
 def test_the_samples_of_a_forked_episode_count_as_one_by_their_tokens_in_the_loss(aggregation):
-    episodes = under_grammar("b", forks=True)
+    episodes = under_grammar(sample_scored(build_actor(), "b", groups=2), forks=True)
     bench = bench_of("grpo")
     bench.algorithms["b"].config.aggregation = aggregation
     bench.update(episodes, {"b": 1.0})
@@ -286,9 +294,8 @@ def test_the_samples_of_a_forked_episode_count_as_one_by_their_tokens_in_the_los
 
 @pytest.mark.parametrize("context", [1, 2])
 def test_ranks_have_the_gradient_of_one_process(context):
-    episodes = under_grammar("ab", forks=True)
-    if context == 2:
-        episodes = as_episodes(sample_scored(build_actor(), "ab", groups=3), forks=True)
+    scored = sample_scored(build_actor(), "ab", groups=2)
+    episodes = under_grammar(scored, forks=True) if context == 1 else as_episodes(scored, forks=True)
     alone, ranks = Bench(), RanksBench(num_ranks=2, context=context)
     try:
         alone.update(episodes)
@@ -298,8 +305,7 @@ def test_ranks_have_the_gradient_of_one_process(context):
         ranks.backend.close()
 
 
-@pytest.mark.parametrize("layout", ["bucketed", "packed", "shared"])
-def test_tokens_of_the_world_are_no_targets(layout):
+def test_tokens_of_the_world_are_no_targets_in_any_layout():
     poison = 55
     episodes = as_episodes(sample_scored(build_actor(), "b", groups=2))
     for one in episodes:
@@ -309,14 +315,15 @@ def test_tokens_of_the_world_are_no_targets(layout):
     samples = bench_of("grpo").algorithms["b"].select(episodes)
     behind = [s.behind_prompt() for s in samples]
     assert any(poison in tokens for tokens, _ in behind)
-    for batch in build_microbatches(
-        [s.prompt_ids for s in samples],
-        [tokens for tokens, _ in behind],
-        [sampled for _, sampled in behind],
-        max_tokens=10**6,
-        layout=layout,
-        pad_token_id=0,
-    ):
-        assert poison not in batch.targets
-        wanted = [token for i in batch.indices for token in samples[i].response_ids]
-        assert batch.targets.tolist() == wanted
+    for layout in ("bucketed", "packed", "shared"):
+        for batch in build_microbatches(
+            [s.prompt_ids for s in samples],
+            [tokens for tokens, _ in behind],
+            [sampled for _, sampled in behind],
+            max_tokens=10**6,
+            layout=layout,
+            pad_token_id=0,
+        ):
+            assert poison not in batch.targets
+            wanted = [token for i in batch.indices for token in samples[i].response_ids]
+            assert batch.targets.tolist() == wanted
