@@ -15,7 +15,14 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import CheckpointConfig, EvalConfig, GuardConfig, ModelConfig, recorded_config
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    ModelConfig,
+    recorded_config,
+)
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.directory_lock import DirectoryLock
@@ -37,6 +44,12 @@ PLUGINS = {
         "    return 1.0\n"
     ),
 }
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+with_traits(isolate=False)(starts_right)
+"""
 SMALL = [
     "num_threads=1",
     "rollout.max_new_tokens=3",
@@ -56,6 +69,8 @@ def space(tmp_path_factory):
     """Actor, data, rewards and a finished run of two steps under ``done``."""
     directory = tmp_path_factory.mktemp("bad")
     write_run(directory, TASK)
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)  # without a worker process; those of PLUGINS have one
     for name, text in PLUGINS.items():
         (directory / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:
@@ -132,7 +147,9 @@ def test_a_bad_reward_ends_the_run_in_one_paragraph_and_keeps_what_was_learnt(sp
     assert [p for p in parts if p not in told] == [], told
     assert (space / "out/checkpoints/step_00000002/manifest.json").exists()
     # the window of the error budget still holds the good samples before: some steps pass until it is spent
-    assert run(space, "out", steps=20) == 0, "mended, the run goes on"
+    made = steps_of(space / "out")
+    assert run(space, "out", steps=made + 1) == 0, "mended, the run goes on"
+    assert steps_of(space / "out") == made + 1
 
 
 def test_a_worker_killed_from_outside_costs_nothing(space):
@@ -253,13 +270,13 @@ def test_a_directory_nobody_can_write_is_told(space, capsys):
 
 def test_a_checkpoint_cut_off_in_the_middle_costs_no_more_than_itself(space, capsys):
     shutil.copytree(space / "done", space / "cut")
-    assert run(space, "cut", steps=4) == 0
-    tensors = space / "cut/checkpoints/step_00000004/tensors.safetensors"
+    assert run(space, "cut", steps=3) == 0
+    tensors = space / "cut/checkpoints/step_00000003/tensors.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:100])
-    named = f"checkpoint.resume={space / 'cut/checkpoints/step_00000004'}"
-    assert run(space, "cut", named, steps=6) == 1
+    named = f"checkpoint.resume={space / 'cut/checkpoints/step_00000003'}"
+    assert run(space, "cut", named, steps=4) == 1
     assert "cut off or altered" in paragraph(capsys)
-    assert run(space, "cut", steps=6) == 0, "by itself it goes on from the one before"
+    assert run(space, "cut", steps=4) == 0, "by itself it goes on from the one before"
 
 
 def test_prompts_that_are_all_too_long_end_the_run_after_each_was_tried(space, capsys):
@@ -334,7 +351,8 @@ def test_a_refused_run_changes_nothing_of_the_one_before(space, capsys):
 
 
 def test_another_runs_checkpoint_is_gone_on_from_but_not_its_records(space):
-    config = replace(run_config(space, "original", 2), tasks_file=str(space / "tasks.yaml"))
+    small = {"batch": BatchConfig(prompts_per_step=4, group_size=2), "eval": EvalConfig(num_prompts=4)}
+    config = run_config(space, "original", 2, **small)
     trainer = Trainer.from_config(config)
     trainer.train_step()
     trainer.parts.trackers._identities["elsewhere"] = "run 7"
@@ -370,7 +388,9 @@ def test_a_guard_that_watches_nothing_is_refused_before_a_model_loads(space, wat
 
 
 def test_a_guard_is_checked_when_it_is_added_and_its_reach_when_the_run_begins(space, caplog):
-    config = run_config(space, "added", 2, guard=GuardConfig(enabled=False), eval=EvalConfig(every=2))
+    config = run_config(
+        space, "added", 2, guard=GuardConfig(enabled=False), eval=EvalConfig(every=2, num_prompts=4)
+    )
     with Trainer.from_config(config) as trainer:
         with pytest.raises(ConfigError, match=r"'dialogue_fluency' is not a task.*starts_right"):
             trainer.add_guard(SafetyGuard(monitor_metrics=["dialogue_fluency"]))

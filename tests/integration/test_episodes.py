@@ -3,15 +3,15 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 
+import psutil
 import pytest
 import torch
 
+from multitask_rl.cli import main
 from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
 from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.tracking.jsonl import rollout_from_dict
@@ -94,11 +94,29 @@ class Counter:
 )
 
 IN_LOCKSTEP = RolloutConfig(max_new_tokens=4, lockstep=True)
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (is_short, has_no_digit):
+    with_traits(isolate=False)(_plugin)
+"""
+MIXED = (
+    """
+tasks:
+  digit: {type: ppo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}
+"""
+    + ECHO
+)
 
 
 def write(directory, tasks=TASKS + ECHO):
+    """Write a run of which one reward has a worker process; the others are called in this one."""
     (directory / "worlds.py").write_text(WORLD)
-    return write_run(directory, tasks)
+    file = write_run(directory, tasks)
+    with (directory / "rewards.py").open("a") as stream:
+        stream.write(HERE)
+    return file
 
 
 def stored(directory, task="echo"):
@@ -113,6 +131,7 @@ def all_metrics(directory):
 
 
 def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
+    """The sampled log-probabilities are those of the whole context."""
     write(tmp_path)
     trainer = train(run_config(tmp_path, "out", 2))
     rows = stored(tmp_path / "out")
@@ -141,44 +160,48 @@ def test_a_run_mixes_tasks_of_many_turns_with_tasks_of_one(tmp_path):
     assert undocumented(tmp_path / "out") == set()
     assert "task/copy/turns" not in metrics
     assert metrics["task/echo/eval_turns"] > 1.0
+    assert metrics["task/echo/mismatch_max"] < 1e-3
+    assert torch.isfinite(next(trainer.actor.model.parameters())).all()
 
 
-def test_in_lockstep_the_same_seed_gives_the_same_run_and_slow_worlds_change_nothing(tmp_path):
+def test_in_lockstep_a_run_with_slow_worlds_stopped_and_resumed_equals_an_undisturbed_one(tmp_path):
     write(tmp_path)
-    first = train(run_config(tmp_path, "one", 2, rollout=IN_LOCKSTEP))
+    settings = {
+        "rollout": IN_LOCKSTEP,
+        "batch": BatchConfig(prompts_per_step=10, group_size=3),
+        "eval": EvalConfig(every=2, num_prompts=4),
+    }
+    whole = train(run_config(tmp_path, "whole", 3, **settings))
     slow = ECHO.replace("max_turns", "environment_config: {is_slow: true}\n    max_turns")
     (tmp_path / "tasks.yaml").write_text(TASKS + slow)
-    second = train(run_config(tmp_path, "two", 2, rollout=IN_LOCKSTEP))
-    assert weights_hash(first) == weights_hash(second)
+    train(run_config(tmp_path, "slow", 2, **settings))
+    resumed = train(run_config(tmp_path, "slow", 3, **settings))
+    assert weights_hash(resumed) == weights_hash(whole)
     without = ("time", "_s", "per_s", "memory", "share", "tokens/s")
-    assert lines(tmp_path / "one", "rollouts.jsonl", without=without) == lines(
-        tmp_path / "two", "rollouts.jsonl", without=without
+    assert lines(tmp_path / "slow", "rollouts.jsonl", without=without) == lines(
+        tmp_path / "whole", "rollouts.jsonl", without=without
     )
 
 
-def test_a_resumed_run_equals_an_undisturbed_one(tmp_path):
-    write(tmp_path)
-    whole = train(run_config(tmp_path, "whole", 4, rollout=IN_LOCKSTEP))
-    train(run_config(tmp_path, "cut", 2, rollout=IN_LOCKSTEP))
-    resumed = train(run_config(tmp_path, "cut", 4, rollout=IN_LOCKSTEP))
-    assert weights_hash(resumed) == weights_hash(whole)
-
-
 def test_an_overlapped_run_samples_episodes_ahead(tmp_path):
-    write(tmp_path)
-    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1, lockstep=True)
-    first, second = (train(run_config(tmp_path, name, 3, rollout=rollout)) for name in ("one", "two"))
+    write(tmp_path, MIXED)
+    settings = {
+        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1, lockstep=True),
+        "batch": BatchConfig(prompts_per_step=8, group_size=3),
+        "eval": EvalConfig(every=2, num_prompts=4),
+    }
+    first, second = (train(run_config(tmp_path, name, 3, **settings)) for name in ("one", "two"))
     assert weights_hash(first) == weights_hash(second)
 
 
 def test_a_world_that_dies_begins_again_and_changes_nothing(tmp_path):
-    write(tmp_path)
+    write(tmp_path, MIXED)
     calm = train(run_config(tmp_path, "calm", 1, eval=EvalConfig(every=0), rollout=IN_LOCKSTEP))
     died = tmp_path / "died"
     dying = ECHO.replace(
         "max_turns", f"environment_config: {{dies_at: {died}, log: {tmp_path / 'log'}}}\n    max_turns"
     )
-    (tmp_path / "tasks.yaml").write_text(TASKS + dying)
+    (tmp_path / "tasks.yaml").write_text(MIXED.replace(ECHO, dying))
     shaken = train(run_config(tmp_path, "shaken", 1, eval=EvalConfig(every=0), rollout=IN_LOCKSTEP))
     assert died.exists()
     # the passes of the model hold other turns than without a death: their rounding differs, no token does
@@ -191,14 +214,6 @@ def test_a_world_that_dies_begins_again_and_changes_nothing(tmp_path):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-3)
     notes = (tmp_path / "log").read_text().split()
     assert 0 < notes.count("close") <= notes.count("reset")
-
-
-def test_the_sampled_log_probabilities_are_those_of_the_whole_context(tmp_path):
-    write(tmp_path)
-    trainer = train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
-    metrics = all_metrics(tmp_path / "out")
-    assert metrics["task/echo/mismatch_max"] < 1e-3
-    assert torch.isfinite(next(trainer.actor.model.parameters())).all()
 
 
 def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
@@ -220,23 +235,6 @@ def test_a_wrong_environment_is_refused_before_the_run(tmp_path):
         train(run_config(tmp_path, "out", 1))
 
 
-def test_tools_are_called_and_the_reward_has_components(tmp_path):
-    tasks = """
-tasks:
-  tool:
-    type: grpo
-    dataset: digit.jsonl
-    environment: worlds.py:Counter
-    max_turns: 2
-"""
-    write(tmp_path, tasks)
-    train(run_config(tmp_path, "out", 1, batch=BatchConfig(prompts_per_step=2, group_size=2)))
-    rows = stored(tmp_path / "out", "tool")
-    assert {row["reward"] for row in rows} == {0.5}
-    assert rows[0]["breakdown"]["environment"]["components"] == {"calls": 0.0, "always": 0.5}
-    assert rows[0]["prompt"].endswith(" (count)")
-
-
 CHECKED = """
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Verdict
@@ -249,16 +247,48 @@ class NoDigit:
         seen = [any(c.isdigit() for c in r.response) for r in rollouts]
         return [Verdict(cost=float(s), violated=s, reason="a digit") if s else 0.0 for s in seen]
 """
+CONSTRAINTS = {
+    "reject": "{plugin: checks.py:NoDigit, mode: reject, max_attempts: 3}",
+    "penalty": "{plugin: checks.py:NoDigit, mode: penalty, weight: 1}",
+    "lagrangian": "{plugin: checks.py:NoDigit, mode: lagrangian, limit: 0.2}",
+    "streamed": "{plugin: checks.py:NoDigit, mode: penalty, weight: 1, stream_every: 1}",
+    "grammar": "{mode: grammar, config: {choices: [aa, bb, cc]}}",
+}
+TOOL = """
+  tool:
+    type: grpo
+    dataset: digit.jsonl
+    environment: worlds.py:Counter
+    max_turns: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def constrained(tmp_path_factory):
+    """A run with a task of many turns for each kind of constraint, and one with tools."""
+    directory = tmp_path_factory.mktemp("constrained")
+    (directory / "checks.py").write_text(CHECKED)
+    tasks = "tasks:" + TOOL
+    for name, constraint in CONSTRAINTS.items():
+        tasks += ECHO.replace("echo:", f"{name}:") + f"    constraints: [{constraint}]\n"
+        # without the key, the reward is the environment's all the same
+        tasks += "    rewards: [environment]\n" if name in ("streamed", "grammar") else ""
+    write(directory, tasks)
+    batch = BatchConfig(prompts_per_step=36, group_size=4)
+    train(run_config(directory, "out", 1, eval=EvalConfig(every=0), batch=batch))
+    return directory / "out"
+
+
+def test_tools_are_called_and_the_reward_has_components(constrained):
+    rows = stored(constrained, "tool")
+    assert {row["reward"] for row in rows} == {0.5}
+    assert rows[0]["breakdown"]["environment"]["components"] == {"calls": 0.0, "always": 0.5}
+    assert rows[0]["prompt"].endswith(" (count)")
 
 
 @pytest.mark.parametrize("mode", ["reject", "penalty", "lagrangian"])
-def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
-    (tmp_path / "checks.py").write_text(CHECKED)
-    settings = {"reject": "max_attempts: 3", "penalty": "weight: 1", "lagrangian": "limit: 0.2"}[mode]
-    constraint = f"    constraints: [{{plugin: checks.py:NoDigit, mode: {mode}, {settings}}}]\n"
-    write(tmp_path, "tasks:" + ECHO + constraint)  # its reward is still the environment's
-    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
-    rows = stored(tmp_path / "out")
+def test_a_constraint_judges_every_answer_of_an_episode(constrained, mode):
+    rows = stored(constrained, mode)
     violated = 0
     for row in rows:
         answers = [turn["response"] for turn in row["turns"]]
@@ -277,12 +307,8 @@ def test_a_constraint_judges_every_answer_of_an_episode(tmp_path, mode):
         assert max(row["attempt"] for row in rows) == 2
 
 
-def test_a_streaming_constraint_ends_the_answer_and_the_episode(tmp_path):
-    (tmp_path / "checks.py").write_text(CHECKED)
-    constraint = "{plugin: checks.py:NoDigit, mode: penalty, weight: 1, stream_every: 1}"
-    write(tmp_path, "tasks:" + ECHO + f"    rewards: [environment]\n    constraints: [{constraint}]\n")
-    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0)))
-    flagged = [row for row in stored(tmp_path / "out") if row["finish_reason"] == "flagged"]
+def test_a_streaming_constraint_ends_the_answer_and_the_episode(constrained):
+    flagged = [row for row in stored(constrained, "streamed") if row["finish_reason"] == "flagged"]
     assert {len(row["turns"]) for row in flagged} > {1}
     for row in flagged:
         *before, last = (turn["response"] for turn in row["turns"])
@@ -293,14 +319,11 @@ def test_a_streaming_constraint_ends_the_answer_and_the_episode(tmp_path):
         assert row["verdicts"]["NoDigit"]["turn"] == len(row["turns"])
 
 
-def test_a_grammar_holds_in_every_turn(tmp_path):
-    grammar = "{mode: grammar, config: {choices: [aa, bb, cc]}}"
-    write(tmp_path, "tasks:" + ECHO + f"    rewards: [environment]\n    constraints: [{grammar}]\n")
-    train(run_config(tmp_path, "out", 2, eval=EvalConfig(every=0)))
-    answers = {turn["response"] for row in stored(tmp_path / "out") for turn in row["turns"]}
+def test_a_grammar_holds_in_every_turn(constrained):
+    answers = {turn["response"] for row in stored(constrained, "grammar") for turn in row["turns"]}
     assert answers <= {"aa", "bb", "cc"}
     assert len(answers) > 1
-    assert all_metrics(tmp_path / "out")["task/echo/mismatch_max"] < 1e-3
+    assert all_metrics(constrained)["task/grammar/mismatch_max"] < 1e-3
 
 
 def waits(directory, **config):
@@ -323,11 +346,21 @@ def closings(directory):
     return {name: closed[name] for name in built if name.partition("/")[0] not in dead}
 
 
-def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path, new_children):
-    waits(tmp_path, dying=0.2)
+@pytest.fixture(scope="module")
+def shaken(tmp_path_factory):
+    """A run whose worlds die at random, and the processes that it left behind."""
+    directory = tmp_path_factory.mktemp("shaken")
+    waits(directory, dying=0.2)
+    here = psutil.Process()
+    before = {child.pid for child in here.children(recursive=True)}
     batch = BatchConfig(prompts_per_step=4, group_size=3)
-    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0), batch=batch))
-    rows = stored(tmp_path / "out", "waits")
+    train(run_config(directory, "out", 1, eval=EvalConfig(every=0), batch=batch))
+    return directory, [child for child in here.children(recursive=True) if child.pid not in before]
+
+
+def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(shaken):
+    directory, left = shaken
+    rows = stored(directory / "out", "waits")
     slots = {(row["draw"], row["sample"]) for row in rows}
     assert len(slots) == len(rows)
     assert {sample for _, sample in slots} == {0, 1, 2}
@@ -337,16 +370,16 @@ def test_worlds_that_die_at_random_lose_no_episode_and_score_none_0(tmp_path, ne
     assert {row["reward"] for row in rows} == {None, 2.0}
     assert all(row["failure"]["kind"] in ("infra", "timeout") for row in failed)
     assert all(row["failure"]["source"] == "environment" for row in failed)
-    metrics = all_metrics(tmp_path / "out")
+    metrics = all_metrics(directory / "out")
     assert metrics["task/waits/failure_rate"] == pytest.approx(len(failed) / len(rows))
     assert metrics["task/waits/reward_mean"] == 2.0
     tries = [sum(row.get("world_failures", {}).values()) for row in rows]
     assert min(tries[rows.index(row)] for row in without_world) >= 3
     counted = sum(v for name, v in metrics.items() if name.startswith("task/waits/world_failures/"))
     assert counted == pytest.approx(sum(tries) / len(rows))
-    assert undocumented(tmp_path / "out") == set()
-    assert set(closings(tmp_path).values()) <= {1}
-    assert new_children() == []
+    assert undocumented(directory / "out") == set()
+    assert set(closings(directory).values()) <= {1}
+    assert left == []
 
 
 @pytest.mark.parametrize(("max_staleness", "quorum"), [(0, 1.0), (2, 0.5)])
@@ -405,22 +438,17 @@ def test_worlds_are_closed_once_when_a_run_is_taken_back(tmp_path):
     assert set(closings(tmp_path).values()) == {1}
 
 
-def test_stored_episodes_are_rescored_turn_by_turn(tmp_path):
-    waits(tmp_path, dying=1e-9)
-    batch = BatchConfig(prompts_per_step=4, group_size=3)
-    train(run_config(tmp_path, "out", 1, eval=EvalConfig(every=0), batch=batch))
-    (tmp_path / "count.py").write_text(
+def test_stored_episodes_are_rescored_turn_by_turn(shaken, monkeypatch):
+    directory, _ = shaken
+    monkeypatch.chdir(directory)
+    (directory / "count.py").write_text(
         "def answers(rollout):\n    return float(sum(len(t.response) for t in rollout.turns))\n"
     )
-    script = "from multitask_rl.cli import main\n"
-    script += "assert main(['rescore', 'out', '--output', 'same.jsonl']) == 0\n"
-    script += (
-        "assert main(['rescore', 'out', '--output', 'new.jsonl', '--reward', 'count.py:answers']) == 0\n"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
-    rows = stored(tmp_path / "out", "waits")
+    assert main(["rescore", "out", "--output", "same.jsonl"]) == 0
+    assert main(["rescore", "out", "--output", "new.jsonl", "--reward", "count.py:answers"]) == 0
+    rows = stored(directory / "out", "waits")
     same, new = (
-        [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
         for name in ("same", "new")
     )
     assert [row["reward"] for row in rows].count(None) > 0

@@ -25,7 +25,7 @@ def graded(response, reference):
     return {"score": float(response[:1] == reference[:1]), "pred": response[:1]}
 
 
-graded.traits = PluginTraits(low=0.0, high=1.0)
+graded.traits = PluginTraits(low=0.0, high=1.0, isolate=False)
 """
 
 

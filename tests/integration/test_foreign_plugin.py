@@ -51,19 +51,52 @@ def run(*command: str, path: Path | None = None, cwd: Path | None = None) -> str
     return done.stdout
 
 
+NEW = "import sys; from multitask_rl.cli.plugins import main; sys.exit(main(sys.argv[1:]))"
+CHECK = """
+import contextlib, io, json, sys
+from multitask_rl.cli.plugins import main
+
+found = []
+for arguments in json.loads(sys.argv[1]):
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = main(["check", *arguments])
+    found.append([code, told.getvalue()])
+print(json.dumps(found))
+"""
+CHECKED = (
+    ["no_shouting"],
+    ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
+    ["vowels", "--gold", "aa"],
+    ["my_reward"],
+)
+
+
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel and install it, without a network, into a folder of its own."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build wheels of a foreign and of a new project and install them, without a network, into ``site``."""
     folder = tmp_path_factory.mktemp("foreign")
-    source, wheels, site = folder / "source", folder / "wheels", folder / "site"
+    source = folder / "source"
     source.mkdir()
     for name in ("pyproject.toml", "multitask_rl_example.py"):
         (source / name).write_bytes((EXAMPLE / name).read_bytes())
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(wheels), str(source))
-    wheel = next(wheels.glob("*.whl"))
-    run(*pip, "install", "--no-deps", "--no-index", "--target", str(site), str(wheel))
-    return site
+    run(sys.executable, "-c", NEW, "new", "reward", "my_reward", cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index")
+    projects = str(source), str(folder / "my_reward")
+    run(*pip, "--no-build-isolation", "--target", str(folder / "site"), *projects)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def site(folder: Path) -> Path:
+    return folder / "site"
+
+
+@pytest.fixture(scope="module")
+def checks(site: Path) -> dict[str, tuple[int, str]]:
+    """Exit code and output of ``plugins check``, by the plugin."""
+    told = run(sys.executable, "-c", CHECK, json.dumps(CHECKED), path=site, cwd=site.parent)
+    return {arguments[0]: found for arguments, found in zip(CHECKED, json.loads(told), strict=True)}
 
 
 def test_a_foreign_distribution_is_found_checked_and_used(site: Path, tmp_path: Path) -> None:
@@ -104,34 +137,29 @@ def test_a_training_run_uses_it(site: Path, tmp_path: Path) -> None:
         assert line["verdicts"]["no_shouting"]["violated"] is False
 
 
-def test_its_plugins_keep_the_contract(site: Path, tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.cli.plugins import main; sys.exit(main(sys.argv[1:]))"
-    for arguments in (
-        ["no_shouting"],
-        ["example_add", "--row", '{"a": 2, "b": 3}', "--gold", "5"],
-    ):
-        report = run(sys.executable, "-c", code, "check", *arguments, path=site, cwd=tmp_path)
+def test_its_plugins_keep_the_contract(checks: dict[str, tuple[int, str]]) -> None:
+    for plugin in ("no_shouting", "example_add"):
+        code, report = checks[plugin]
+        assert code == 0, report
         assert "FAIL" not in report
         assert "works in a worker process" in report
 
 
-def test_a_reward_that_can_be_hacked_is_told_so(site: Path, tmp_path: Path) -> None:
-    code = (
-        "from multitask_rl.cli.plugins import main; "
-        "raise SystemExit(main(['check', 'vowels', '--gold', 'aa']))"
-    )
-    with pytest.raises(AssertionError, match="the full score: full score for: endless"):
-        run(sys.executable, "-c", code, path=site, cwd=tmp_path)
+def test_a_reward_that_can_be_hacked_is_told_so(checks: dict[str, tuple[int, str]]) -> None:
+    code, report = checks["vowels"]
+    assert code != 0
+    assert "the full score: full score for: endless" in report
 
 
-def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(tmp_path: Path) -> None:
-    code = "import sys; from multitask_rl.cli.plugins import main; sys.exit(main(sys.argv[1:]))"
-    run(sys.executable, "-c", code, "new", "reward", "my_reward", cwd=tmp_path)
-    project, site = tmp_path / "my_reward", tmp_path / "site"
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-deps", "--no-index")
-    run(*pip, "--no-build-isolation", "--target", str(site), str(project))
+def test_an_empty_directory_becomes_a_checked_reward_in_four_commands(
+    folder: Path, site: Path, checks: dict[str, tuple[int, str]]
+) -> None:
+    """``new`` and the installation are above."""
+    project = folder / "my_reward"
     assert "passed" in run(sys.executable, "-m", "pytest", "-q", "tests", path=site, cwd=project)
-    assert "all " in run(sys.executable, "-c", code, "check", "my_reward", path=site, cwd=tmp_path)
+    code, report = checks["my_reward"]
+    assert code == 0, report
+    assert "all " in report
 
 
 def test_a_new_constraint_passes_its_own_tests(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ import jsonschema
 import pytest
 
 from model_builders import build_byte_actor
-from multitask_rl.config.run import BatchConfig, EvalConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
 from multitask_rl.errors import ConfigError
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
@@ -45,10 +52,24 @@ tasks:
 """
 
 
+HERE = """
+
+def is_long(response):
+    return float(len(response) > 2)
+
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (starts_right, is_short, is_long):
+    with_traits(isolate=False)(_plugin)
+"""
+
+
 def write(directory, tasks=TASKS):
+    """Write a run whose rewards have no worker processes."""
     file = write_run(directory, tasks)
     with (directory / "rewards.py").open("a") as stream:
-        stream.write("\n\ndef is_long(response):\n    return float(len(response) > 2)\n")
+        stream.write(HERE)
     return file
 
 
@@ -62,7 +83,7 @@ def settings(directory, output, max_steps, **changes):
 def finished(tmp_path_factory):
     directory = tmp_path_factory.mktemp("grammar")
     write(directory)
-    return directory, train(settings(directory, "whole", 6))
+    return directory, train(settings(directory, "whole", 4))
 
 
 PATTERNS = {"word": "apple|bread|coffee", "number": "[0-9]{1,3}", "quark": "[a-c]{1,5}"}
@@ -97,8 +118,8 @@ def test_metrics_tell_what_was_accepted_and_forced_and_engine_and_trainer_agree(
 
 def test_a_run_stopped_and_resumed_equals_the_uninterrupted_one(finished):
     directory, whole = finished
-    train(settings(directory, "parts", 4))
-    resumed = train(settings(directory, "parts", 6))
+    train(settings(directory, "parts", 2))
+    resumed = train(settings(directory, "parts", 4))
     assert weights_hash(resumed) == weights_hash(whole)
     for name in ("rollouts.jsonl", "evaluations.jsonl"):
         assert lines(directory / "parts", name) == lines(directory / "whole", name)
@@ -114,6 +135,7 @@ def test_a_task_learns_which_choice_is_right(tmp_path):
         batch=BatchConfig(prompts_per_step=12, group_size=6),
         optimizer=OptimizerConfig(learning_rate=3e-3),
         eval=EvalConfig(every=24, num_prompts=12),
+        checkpoint=CheckpointConfig(every=24),
     )
     trainer = train(config)
     before, after = (fmean(t["word"].values) for _, t in (trainer.history[0], trainer.history[-1]))
@@ -135,8 +157,13 @@ def test_json_responses_are_trained_on(tmp_path):
     write(tmp_path, tasks)
     with (tmp_path / "rewards.py").open("a") as stream:
         stream.write("\n\ndef is_sure(response):\n    return float('true' in response)\n")
-    model = ModelConfig(name_or_path=str(tmp_path / "actor"))
-    trainer = train(settings(tmp_path, "out", 8, model=model, rollout=RolloutConfig(max_new_tokens=40)))
+    changes = {
+        "model": ModelConfig(name_or_path=str(tmp_path / "actor")),
+        "rollout": RolloutConfig(max_new_tokens=40),
+        "eval": EvalConfig(every=8, num_prompts=12),
+        "checkpoint": CheckpointConfig(every=8),
+    }
+    trainer = train(settings(tmp_path, "out", 8, **changes))
     rows = [json.loads(line) for line in (tmp_path / "out" / "rollouts.jsonl").read_text().splitlines()]
     for row in rows:
         jsonschema.validate(json.loads(row["response"]), schema)

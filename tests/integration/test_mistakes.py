@@ -22,6 +22,14 @@ SMALL = [
     *("guard.enabled=false", "max_steps=1"),
 ]
 TRAIN = ["train", "tasks_file=tasks.yaml", "model.name_or_path=actor", "output_dir=out", *SMALL]
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+with_traits(isolate=False)(starts_right)
+"""
+VALIDATE = ["tasks", "validate", "tasks.yaml"]
+"""Reads tasks files as ``train`` does, without composing a configuration."""
 ROW = '{"prompt": "a", "reference": "b"}\n'
 
 
@@ -140,66 +148,74 @@ MISTAKES = {
         ["tasks.yaml:2:1", "indent with spaces"],
     ),
     "a colon in a text": (
-        ["tasks", "validate", "tasks.yaml"],
+        VALIDATE,
         {"tasks.yaml": "tasks:\n  copy:\n    prompt: Question: {prompt}\n"},
         ["tasks.yaml:3:", "put a text with ': ' in quotes"],
     ),
-    "an empty file": (TRAIN, {"tasks.yaml": ""}, ["tasks.yaml: the file is empty", "expected a key 'tasks'"]),
+    "an empty file": (
+        VALIDATE,
+        {"tasks.yaml": ""},
+        ["tasks.yaml: the file is empty", "expected a key 'tasks'"],
+    ),
     "tasks without `tasks:`": (
-        TRAIN,
+        VALIDATE,
         {"tasks.yaml": "copy: {dataset: copy.jsonl}\n"},
         ["tasks.yaml:1", "unknown key 'copy' (allowed: tasks)"],
     ),
-    "a misspelt key of a task": (TRAIN, task(wieght=2), ["tasks.copy.wieght", "did you mean 'weight'"]),
-    "a wrong type in a task": (TRAIN, task(weight="many"), ["tasks.copy.weight", "a number, got 'many'"]),
+    "a misspelt key of a task": (VALIDATE, task(wieght=2), ["tasks.copy.wieght", "did you mean 'weight'"]),
+    "a wrong type in a task": (VALIDATE, task(weight="many"), ["tasks.copy.weight", "a number, got 'many'"]),
     "a reward that is no list": (
-        TRAIN,
+        VALIDATE,
         task(rewards="exact_match"),
         ["tasks.copy.rewards", "expected a list"],
     ),
     "an unknown algorithm": (
-        TRAIN,
+        VALIDATE,
         task(type="gppo"),
         ["tasks.copy.type", "'gppo'", "installed: anchor, cispo"],
     ),
     "an unknown reward": (TRAIN, task(rewards=["exact_mach"]), ["tasks.copy.rewards[0]", "'exact_match'"]),
     "an unknown environment": (
-        TRAIN,
+        VALIDATE,
         task(environment="numbr_game"),
         ["tasks.copy.environment", "did you mean 'number_game'"],
     ),
-    "a task without reward": (TRAIN, task(rewards=None), ["tasks.copy", "add 'rewards: [<name>]'"]),
+    "a task without reward": (VALIDATE, task(rewards=None), ["tasks.copy", "add 'rewards: [<name>]'"]),
     "groups of one": ([*TRAIN, "batch.group_size=1"], task(), ["tasks.copy.group_size", "set at least 2"]),
     # data
     "missing data": (
-        TRAIN,
+        VALIDATE,
         task(dataset="gone.jsonl"),
         ["tasks.copy.dataset", "'gone.jsonl' does not exist; give"],
     ),
-    "a format that is not read": (TRAIN, data("d.csv", "prompt\na\n"), ["d.csv' must end in one of .jsonl"]),
-    "no rows": (TRAIN, data("d.jsonl", ""), ["d.jsonl' has no rows", "needs at least one"]),
+    "a format that is not read": (
+        VALIDATE,
+        data("d.csv", "prompt\na\n"),
+        ["d.csv' must end in one of .jsonl"],
+    ),
+    "no rows": (VALIDATE, data("d.jsonl", ""), ["d.jsonl' has no rows", "needs at least one"]),
     "a row that is no JSON": (
-        TRAIN,
+        VALIDATE,
         data("d.jsonl", ROW + "{'prompt': 1}\n"),
         ["d.jsonl:2: not a line of JSON", 'such as {"prompt": "1+1="'],
     ),
     "a column that the prompt lacks": (
-        TRAIN,
+        VALIDATE,
         task(prompt="{question}"),
         ["tasks.copy: row", "lacks question"],
     ),
     "a column with the prompt of another name": (
-        ["tasks", "validate", "tasks.yaml"],
+        VALIDATE,
         data("d.jsonl", '{"question": "a", "reference": "b"}\n'),
         ["lacks prompt", "prompt: '{question}'"],
     ),
     "braces in a prompt": (
-        ["tasks", "validate", "tasks.yaml"],
+        VALIDATE,
         task(prompt='Answer {"a": 1} to {prompt}'),
         ['lacks "a"', "write {{ and }}"],
     ),
     "a list as data": (
-        ["tasks", "validate", "tasks.yaml"],
+        VALIDATE,
         data("d.jsonl", f"[{ROW.strip()}]\n"),
         ["d.jsonl:1", "one row a line"],
     ),
@@ -215,12 +231,12 @@ MISTAKES = {
     ),
     # a reward of one's own
     "a reward file that is not there": (
-        TRAIN,
+        VALIDATE,
         task(rewards=["gone.py:f"]),
         ["rewards[0]", "'gone.py' does not exist"],
     ),
     "a function that is not there": (
-        TRAIN,
+        VALIDATE,
         task(rewards=["rewards.py:starts_rigt"]),
         ["rewards[0]", "did you mean 'starts_right'"],
     ),
@@ -327,6 +343,8 @@ def space(tmp_path_factory):
     """A model, data, rewards; a finished run ``done``, one in use ``held``; models that lack something."""
     directory = tmp_path_factory.mktemp("mistakes")
     write_run(directory, json.dumps({"tasks": {"copy": TASK}}))
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)  # without a worker process; ``own.py`` has one
     for name in ("other", "bare", "empty"):
         shutil.copytree(directory / "actor", directory / name)
     for path in [*(directory / "bare").glob("tokenizer*"), *(directory / "empty").glob("*.safetensors")]:

@@ -8,6 +8,8 @@ import tomllib
 import pytest
 
 from multitask_rl.config.run import (
+    BatchConfig,
+    EvalConfig,
     GuardConfig,
     RolloutConfig,
     SchedulerConfig,
@@ -79,6 +81,8 @@ def test_a_run_uses_each(site, tmp_path, monkeypatch):
         "run",
         2,
         rollout=RolloutConfig(engine="own_engine", max_new_tokens=2),
+        batch=BatchConfig(prompts_per_step=6, group_size=2),
+        eval=EvalConfig(every=2, num_prompts=4),
         scheduler=SchedulerConfig(policy="own_scheduler"),
         guard=GuardConfig(plugin="own_guard"),
         training=TrainingConfig(backend="own_backend"),

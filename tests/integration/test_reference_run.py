@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.config.run import EvalConfig, LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.runner import AveragedReference
@@ -25,10 +25,27 @@ tasks:
 """
 
 
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (starts_right, is_short):
+    with_traits(isolate=False)(_plugin)
+"""
+
+
+def write(directory):
+    """Write a run whose rewards have no worker processes."""
+    write_run(directory, TASKS)
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)
+
+
 def config(directory, output, steps, decay=None):
     changes = {} if decay is None else {"reference_decay": decay}
     model = ModelConfig(name_or_path=str(directory / "actor"), **changes)
-    return run_config(directory, output, steps, model=model)
+    few = EvalConfig(every=2, num_prompts=4)
+    return run_config(directory, output, steps, model=model, eval=few)
 
 
 def kls(directory):
@@ -39,12 +56,12 @@ def kls(directory):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("reference")
-    write_run(directory, TASKS)
+    write(directory)
     return directory
 
 
 def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
-    fixed, one = train(config(directory, "fixed", 4)), train(config(directory, "one", 4, 1.0))
+    fixed, one = train(config(directory, "fixed", 3)), train(config(directory, "one", 3, 1.0))
     assert weights_hash(fixed) == weights_hash(one)
     actor = build_actor()
     start = {n: p.clone() for n, p in actor.model.named_parameters()}
@@ -56,20 +73,20 @@ def test_decay_1_is_the_fixed_reference_bitwise(directory) -> None:
 
 
 def test_decay_0_is_the_current_policy_so_the_kl_is_0(directory) -> None:
-    trainer = train(config(directory, "zero", 4, 0.0))
-    assert kls(directory / "zero") == pytest.approx([0.0] * 4, abs=1e-5)
+    trainer = train(config(directory, "zero", 3, 0.0))
+    assert kls(directory / "zero") == pytest.approx([0.0] * 3, abs=1e-5)
     reference = dict(trainer.parts.learner.backend.runner.reference.named_parameters())
     assert all(torch.equal(reference[n], p) for n, p in trainer.actor.model.named_parameters())
 
 
 def test_the_reference_is_part_of_checkpoints_and_rollbacks(directory) -> None:
-    whole = train(config(directory, "whole", 6, 0.7))
-    train(config(directory, "parts", 4, 0.7))
-    resumed = train(config(directory, "parts", 6, 0.7))
+    whole = train(config(directory, "whole", 4, 0.7))
+    train(config(directory, "parts", 2, 0.7))
+    resumed = train(config(directory, "parts", 4, 0.7))
     assert weights_hash(resumed) == weights_hash(whole)
     assert lines(directory / "parts", "rollouts.jsonl") == lines(directory / "whole", "rollouts.jsonl")
     now = {n: t.clone() for n, t in whole.parts.learner.backend.runner.average.tensors().items()}
-    checkpoint = whole.parts.store.checkpoints.load(whole.parts.store.checkpoints.path(4))
+    checkpoint = whole.parts.store.checkpoints.load(whole.parts.store.checkpoints.path(2))
     whole.parts.state.restore(checkpoint)
     model = dict(whole.parts.learner.backend.runner.reference.named_parameters())
     for name, value in now.items():
@@ -117,7 +134,7 @@ def full_disk():
 def test_a_disk_full_of_reference_or_checkpoint_ends_the_run_with_one_error_and_the_next_start_goes_on(
     tmp_path, caplog
 ) -> None:
-    write_run(tmp_path, TASKS)
+    write(tmp_path)
     output = tmp_path / "out"
     no_rollouts = replace(config(tmp_path, "out", 2).tracking, store_rollouts=0)
 
@@ -126,25 +143,25 @@ def test_a_disk_full_of_reference_or_checkpoint_ends_the_run_with_one_error_and_
         with full_disk(), pytest.raises(CheckpointError, match=message):
             trainer.train()
 
-    fail(2, r"cannot write the reference policy .*: File too large")
+    fail(1, r"cannot write the reference policy .*: File too large")
     assert not (output / "reference").exists()
-    train(replace(config(tmp_path, "out", 2), tracking=no_rollouts))
-    fail(4, r"cannot write the checkpoint .*step_00000004: .*File too large")
-    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_00000000", "step_00000002"]
+    train(replace(config(tmp_path, "out", 1), tracking=no_rollouts))
+    fail(2, r"cannot write the checkpoint .*step_00000002: .*File too large")
+    assert sorted(p.name for p in (output / "checkpoints").iterdir()) == ["step_00000000", "step_00000001"]
     caplog.set_level("INFO")
-    assert train(config(tmp_path, "out", 4)).step == 4
-    assert "step_00000002 at step 2" in caplog.text
+    assert train(config(tmp_path, "out", 2)).step == 2
+    assert "step_00000001 at step 1" in caplog.text
 
 
 def test_checkpoints_none_of_which_can_be_read_are_set_aside_for_a_new_run(tmp_path, caplog) -> None:
-    write_run(tmp_path, TASKS)
-    train(config(tmp_path, "out", 2))
+    write(tmp_path)
+    train(config(tmp_path, "out", 1))
     for state in (tmp_path / "out/checkpoints").glob("step_*/state.json"):
         state.unlink()
     assert train(config(tmp_path, "out", 1)).step == 1
     assert sorted(p.name for p in (tmp_path / "out/checkpoints").glob("*")) == [
         "abandoned_1_step_00000000",
-        "abandoned_1_step_00000002",
+        "abandoned_1_step_00000001",
         "step_00000000",
         "step_00000001",
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from multitask_rl.cli import main
 from multitask_rl.cli.rescore import agreement, pearson
+from multitask_rl.config.run import EvalConfig
 from run_builders import run_config, train, write_run
 
 LIGHT = """
@@ -32,6 +33,13 @@ tasks:
       - {plugin: rewards.py:has_no_digit, mode: penalty}
 """
 
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (is_short, has_no_digit):
+    with_traits(isolate=False)(_plugin)
+"""
 NEW = """
 def starts_wrong(response, reference):
     return 1.0 - float(response[:1] == reference[:1]) if response else 1.0
@@ -46,7 +54,9 @@ def needs_more(response, gold_program):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rescored")
     write_run(directory, TASKS)
-    train(run_config(directory, "run", 2))
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)  # one reward has a worker process
+    train(run_config(directory, "run", 2, eval=EvalConfig(every=0, num_prompts=4)))
     (directory / "new.py").write_text(NEW)
     return directory
 
@@ -92,8 +102,12 @@ def test_an_opposite_reward_shows_in_correlation_and_confusion(run: Path) -> Non
     assert len((run / "again.jsonl").read_text().splitlines()) == stored(run)
 
 
-def test_a_reward_that_fails_on_all_is_reported_not_counted_as_zero(run: Path) -> None:
-    _, means, _, _, agreed, failure = rescore(run, "--reward", "new.py:needs_more")
+def test_a_reward_that_fails_on_all_is_reported_not_counted_as_zero(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run)
+    assert main(["rescore", "run", "--reward", "new.py:needs_more"]) == 0
+    _, means, _, _, agreed, failure = (line.split() for line in capsys.readouterr().out.splitlines())
     assert means[:3] == ["copy/needs_more", ":", "reward"], "without a namesake: the task's whole reward"
     assert means[5:] == ["nan", "0", str(stored(run))]
     assert agreed[3] == "0"

@@ -17,6 +17,14 @@ ONE_TASK = """
 tasks:
   copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
 """
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (starts_right,):
+    with_traits(isolate=False)(_plugin)
+"""
+LEARNT = 40
 SETTINGS = {
     "batch": BatchConfig(prompts_per_step=16, group_size=8),
     "optimizer": OptimizerConfig(learning_rate=5e-3),
@@ -28,16 +36,18 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory):
-    """A run in which ``copy`` is learnt within 40 steps and judged by 150 held-out prompts."""
+    """A run in which ``copy`` is learnt within ``LEARNT`` steps and judged by 150 held-out prompts."""
     directory = tmp_path_factory.mktemp("run")
     write_run(directory, ONE_TASK, num_rows=1500)
-    with Trainer.from_config(run_config(directory, "learnt", 40, **SETTINGS)) as trainer:
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)  # without a worker process
+    with Trainer.from_config(run_config(directory, "learnt", LEARNT, **SETTINGS)) as trainer:
         last = trainer.train()["copy"].values
     return directory, sum(last) / len(last)
 
 
 def go_on(directory, name, max_steps, plant):
-    """Return a trainer that goes on from step 40 with ``plant(trainer)`` between rewards and update."""
+    """Return a trainer that goes on from ``LEARNT`` with ``plant(trainer)`` between rewards and update."""
     shutil.copytree(directory / "learnt", directory / name)
     trainer = Trainer.from_config(run_config(directory, name, max_steps, **SETTINGS))
 
@@ -61,7 +71,7 @@ def test_a_planted_regression_is_taken_back_for_good(learnt):
     draws, seen = [], []
 
     def plant(trainer):
-        if trainer.step == 40 and not draws:
+        if trainer.step == LEARNT and not draws:
             draws.append(trainer.tasks["copy"].stream.draw)
             damage(trainer)
         elif draws and len(draws) == 1 and any(e.kind == "rolled_back" for e in trainer.events):
@@ -70,18 +80,18 @@ def test_a_planted_regression_is_taken_back_for_good(learnt):
             # what a reader sees until the next evaluation: that of the restored weights
             seen.append((trainer.step, read_run(directory / "killed").evaluations["copy"][-1].step))
 
-    trainer = go_on(directory, "planted", 56, plant)
+    trainer = go_on(directory, "planted", LEARNT + 16, plant)
     values = trainer.train()["copy"].values
     assert len(draws) == 2, "the regression was planted and taken back"
     assert [at for _, at in seen] == [step for step, _ in seen]
-    assert trainer.step == 56
+    assert trainer.step == LEARNT + 16
     assert sum(values) / len(values) >= 0.95 * before
     assert trainer.tasks["copy"].stream.draw > draws[1] > draws[0], (
         "the data of the window are not seen again"
     )
-    with Trainer.from_config(run_config(directory, "killed", 60, **SETTINGS)) as resumed:
+    with Trainer.from_config(run_config(directory, "killed", LEARNT + 20, **SETTINGS)) as resumed:
         resumed._open()
-        assert resumed.step < 42
+        assert resumed.step < LEARNT + 2
         assert resumed.parts.store.checkpoints.entries[resumed.step].judged_good
         assert resumed.guard.metrics()["guard/rollbacks"] == 1
         assert resumed.guard.lr_factor(resumed.step) == 0.5
@@ -106,7 +116,7 @@ def test_checkpoints_that_are_gone_or_damaged_are_done_without(learnt, how_many)
     good = []
 
     def plant(trainer):
-        if trainer.step == 40 and not good:
+        if trainer.step == LEARNT and not good:
             damage(trainer)
             checkpoints = trainer.parts.store.checkpoints
             good.extend(s for s, e in sorted(checkpoints.entries.items()) if e.judged_good)
@@ -114,7 +124,7 @@ def test_checkpoints_that_are_gone_or_damaged_are_done_without(learnt, how_many)
             for step in good[-2:-1] if how_many == "the newest" else good[:-1]:
                 (checkpoints.path(step) / "tensors.safetensors").write_bytes(b"cut off")
 
-    trainer = go_on(learnt[0], how_many.replace(" ", "_"), 43, plant)
+    trainer = go_on(learnt[0], how_many.replace(" ", "_"), LEARNT + 3, plant)
     trainer.train()
     assert len(good) > 2
     events = [e for e in trainer.events if e.source == "guard"]
@@ -123,7 +133,7 @@ def test_checkpoints_that_are_gone_or_damaged_are_done_without(learnt, how_many)
     assert all("the guard does without this checkpoint" in reason for reason in without)
     to = [e.data["to"] for e in events if e.kind == "rolled_back"]
     assert to == ([good[-3]] if how_many == "the newest" else [])
-    assert trainer.step == 43
+    assert trainer.step == LEARNT + 3
 
 
 def test_evaluations_that_miss_the_checkpoints_still_leave_the_guard_a_target(tmp_path):

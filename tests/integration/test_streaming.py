@@ -36,6 +36,13 @@ def breaks_below_eight(response):
         raise ValueError("too short to judge")
     return float(any(c.isdigit() for c in response))
 """
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (starts_right, is_short):
+    with_traits(isolate=False)(_plugin)
+"""
 TASKS = """
 tasks:
   free:
@@ -54,7 +61,7 @@ tasks:
 def write(directory, mode="lagrangian", every=2, tasks=TASKS):
     write_run(directory, tasks % (mode, every) if "%" in tasks else tasks)
     with (directory / "rewards.py").open("a") as file:
-        file.write(JUDGES)
+        file.write(JUDGES + HERE)
 
 
 def config(directory, output, steps, **changes):
@@ -78,12 +85,12 @@ def key(row):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """One run whose constraint streams, one that judges whole responses."""
+    """One run whose constraint streams, a step of one that judges whole responses."""
     directory = tmp_path_factory.mktemp("streaming")
     write(directory, every=2)
-    streaming = train(config(directory, "streaming", 4))
+    streaming = train(config(directory, "streaming", 3))
     write(directory, every=0)
-    train(config(directory, "whole", 4))
+    train(config(directory, "whole", 1))
     write(directory, every=2)
     return directory, streaming
 
@@ -139,17 +146,43 @@ def test_a_task_beside_it_samples_the_very_same_first_step(finished):
 def test_a_streaming_run_resumed_equals_the_uninterrupted_one(finished):
     directory, whole = finished
     train(config(directory, "parts", 2))
-    resumed = train(config(directory, "parts", 4))
+    resumed = train(config(directory, "parts", 3))
     assert weights_hash(resumed) == weights_hash(whole)
     for name in ("rollouts.jsonl", "evaluations.jsonl"):
         assert lines(directory / "parts", name) == lines(directory / "streaming", name)
 
 
-def test_reject_samples_a_flagged_response_again(tmp_path):
-    write(tmp_path, "reject", 2)
-    train(config(tmp_path, "out", 1))
+JUDGED = """
+    type: grpo
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints:
+"""
+SEVERAL = f"""
+tasks:
+  reject: {JUDGED}      - {{plugin: rewards.py:digits, mode: reject, limit: 0.1, stream_every: 2}}
+  both: {JUDGED}      - {{plugin: rewards.py:digits, mode: penalty, limit: 0.1, stream_every: 2}}
+      - {{plugin: rewards.py:letters, mode: penalty, stream_every: 5}}
+  breaking: {JUDGED}      - plugin: rewards.py:breaks_below_eight
+        mode: penalty
+        limit: 0.1
+        stream_every: 2
+"""
+
+
+@pytest.fixture(scope="module")
+def one_step(tmp_path_factory):
+    """A step with a task that samples again, one of two constraints and one whose constraint fails."""
+    directory = tmp_path_factory.mktemp("several")
+    write(directory, tasks=SEVERAL)
+    batch = BatchConfig(prompts_per_step=18, group_size=4, refill_rounds=0)
+    train(config(directory, "out", 1, eval=EvalConfig(every=0, num_prompts=4), batch=batch))
+    return directory / "out"
+
+
+def test_reject_samples_a_flagged_response_again(one_step):
     slots = {}
-    for row in rollouts(tmp_path / "out"):
+    for row in rollouts(one_step, "reject"):
         slots.setdefault((row["step"], row["draw"], row["sample"]), []).append(row)
     again = [rows for rows in slots.values() if len(rows) > 1]
     assert any(rows[0]["response_ids"] != rows[1]["response_ids"] for rows in again)
@@ -158,11 +191,8 @@ def test_reject_samples_a_flagged_response_again(tmp_path):
         assert any(row["finish_reason"] == "flagged" for row in rows[:-1])
 
 
-def test_constraints_of_different_rhythm_are_asked_when_each_is_due(tmp_path):
-    both = TASKS % ("penalty", 2) + "      - {plugin: rewards.py:letters, mode: penalty, stream_every: 5}\n"
-    write(tmp_path, tasks=both)
-    train(config(tmp_path, "out", 1))
-    flagged = [r for r in rollouts(tmp_path / "out") if r["finish_reason"] == "flagged"]
+def test_constraints_of_different_rhythm_are_asked_when_each_is_due(one_step):
+    flagged = [r for r in rollouts(one_step, "both") if r["finish_reason"] == "flagged"]
     assert {len(r["response_ids"]) % 10 for r in flagged} <= {0, 2, 4, 5, 6, 8}
     by_letter = [r for r in flagged if len(r["response_ids"]) % 2]
     assert by_letter, "a look of the second constraint alone"
@@ -173,11 +203,8 @@ def test_constraints_of_different_rhythm_are_asked_when_each_is_due(tmp_path):
         )
 
 
-def test_a_look_that_fails_ends_nothing_and_spends_no_budget(tmp_path):
-    tasks = TASKS.replace("rewards.py:digits", "rewards.py:breaks_below_eight") % ("penalty", 2)
-    write(tmp_path, tasks=tasks)
-    train(config(tmp_path, "out", 1))
-    flagged = [r for r in rollouts(tmp_path / "out") if r["finish_reason"] == "flagged"]
+def test_a_look_that_fails_ends_nothing_and_spends_no_budget(one_step):
+    flagged = [r for r in rollouts(one_step, "breaking") if r["finish_reason"] == "flagged"]
     assert flagged
     assert all(len(row["response"]) >= 8 for row in flagged)
 

@@ -27,17 +27,43 @@ from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
+from run_builders import TASKS, lines, run_config, train, undocumented, weights_hash, write_run
 
+HERE = """
+
+from multitask_rl.scoring.shapes import with_traits
+
+for _plugin in (is_short, has_no_digit):
+    with_traits(isolate=False)(_plugin)
+"""
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
+
+
+def write(directory, tasks=TASKS, **rows):
+    """Write a run of which one reward has a worker process; the others are called in this one."""
+    write_run(directory, tasks, **rows)
+    with (directory / "rewards.py").open("a") as file:
+        file.write(HERE)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run of 6 steps without interruption."""
+    """A run of 5 steps without interruption, and what nodes of one's own saw in it."""
     directory = tmp_path_factory.mktemp("run")
-    write_run(directory)
-    return directory, train(run_config(directory, "whole", 6))
+    write(directory)
+    trainer = Trainer.from_config(run_config(directory, "whole", 5))
+    seen: list[Scored] = []
+    losses: list[float] = []
+
+    def watch(scored: Scored) -> Scored:
+        seen.append(scored)
+        return scored
+
+    trainer.insert_stage(Stage("watch", watch, consumes=Scored, produces=Scored), after="rewards")
+    trainer.insert_stage(Stage("loss", lambda report: losses.append(report.metrics["loss"])), after="update")
+    trainer.train()
+    trainer.seen_by_nodes = seen, losses
+    return directory, trainer
 
 
 def test_every_task_is_trained_and_every_number_is_per_task(finished):
@@ -55,37 +81,33 @@ def test_every_task_is_trained_and_every_number_is_per_task(finished):
     assert 0.0 < numbers["task/clean/rejection_rate"] < 1.0
     assert numbers["task/copy/mismatch_max"] < 1e-4
     assert numbers["task/digit/value_loss"] >= 0.0
-    assert last["step"] == 6
+    assert last["step"] == 5
     assert undocumented(directory / "whole") == set()
 
 
-def test_the_same_seed_gives_the_same_run_twice(finished):
-    directory, first = finished
-    second = train(run_config(directory, "again", 6))
-    assert weights_hash(second) == weights_hash(first)
-    for name in ("rollouts.jsonl", "events.jsonl", "evaluations.jsonl", "metrics.jsonl"):
-        assert lines(directory / "again", name, without=CLOCKED) == lines(
-            directory / "whole", name, without=CLOCKED
-        )
+RECORDS = ("rollouts.jsonl", "events.jsonl", "evaluations.jsonl", "metrics.jsonl")
 
 
-def test_a_run_stopped_and_resumed_equals_the_uninterrupted_one(finished):
+def records_of(directory, last=5):
+    """Return every record up to the step ``last`` without what depends on the clock."""
+    found = {name: lines(directory, name, without=CLOCKED) for name in RECORDS}
+    return {name: [row for row in rows if json.loads(row)["step"] <= last] for name, rows in found.items()}
+
+
+def test_the_same_seed_gives_the_same_run_twice_and_another_seed_another(finished):
+    """A run of 2 steps is as the first 2 of 5; resumed, it equals the uninterrupted one."""
     directory, whole = finished
-    train(run_config(directory, "parts", 4))
-    resumed = train(run_config(directory, "parts", 6))
+    second = train(run_config(directory, "parts", 2))
+    assert records_of(directory / "parts") == records_of(directory / "whole", last=2)
+    state = whole.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000002")
+    same = second.parts.store.checkpoints.load(directory / "parts/checkpoints/step_00000002")
+    assert same.tensors.keys() == state.tensors.keys()
+    assert [n for n, tensor in state.tensors.items() if not torch.equal(same.tensors[n], tensor)] == []
+    assert weights_hash(train(run_config(directory, "other", 2, seed=1))) != weights_hash(second)
+    resumed = train(run_config(directory, "parts", 5))
     assert weights_hash(resumed) == weights_hash(whole)
     for name in ("rollouts.jsonl", "evaluations.jsonl"):
         assert lines(directory / "parts", name) == lines(directory / "whole", name)
-
-
-def test_another_seed_gives_another_run(finished):
-    directory, first = finished
-    assert weights_hash(train(run_config(directory, "other", 6, seed=1))) != weights_hash(first)
-
-
-def records_of(directory):
-    names = ("rollouts.jsonl", "events.jsonl", "evaluations.jsonl", "metrics.jsonl")
-    return {name: lines(directory, name, without=CLOCKED) for name in names}
 
 
 def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog):
@@ -95,28 +117,45 @@ def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog
     record.write_text(record.read_text().replace("resume: auto", "resume: never"))
     before = {p: p.read_bytes() for p in (directory / "complete").rglob("*.*") if p.is_file()}
     caplog.set_level("INFO")
-    again = Trainer.from_config(run_config(directory, "complete", 6))
+    again = Trainer.from_config(run_config(directory, "complete", 5))
     evaluations = again.train()
     assert {n: e.values for n, e in evaluations.items()} == {
         n: e.values for n, e in trainer.history[-1][1].items()
     }
-    assert "already made its 6 steps; raise max_steps" in caplog.text
+    assert "already made its 5 steps; raise max_steps" in caplog.text
     assert {p: p.read_bytes() for p in before} == before
 
 
-@pytest.mark.parametrize("step", [0, 2, 4])
-def test_a_run_killed_after_any_checkpoint_has_every_record_once(finished, step):
+@pytest.mark.parametrize("step", [0, 4])
+def test_a_run_killed_after_a_checkpoint_or_whose_newest_is_broken_has_every_record_once(
+    finished, caplog, step
+):
+    """Behind step 0 no checkpoint is there, behind step 4 one that is cut off."""
     directory, whole = finished
     killed = directory / f"killed_{step}"
     shutil.copytree(directory / "whole", killed)
-    for later in range(step + 2, 7, 2):
+    for later in (2, 4, 5) if step == 0 else ():
         shutil.rmtree(killed / f"checkpoints/step_0000000{later}")
+    if step == 4:
+        weights = next((killed / "checkpoints/step_00000005/actor").glob("*.safetensors"))
+        weights.write_bytes(weights.read_bytes()[:1000])
     with (killed / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 1, "x')
-    resumed = train(run_config(directory, killed.name, 6))
+    resumed = train(run_config(directory, killed.name, 5))
+    assert ("cut off or altered" in caplog.text) == (step == 4)
+    assert resumed.parts.store.resumed_at == step
     assert weights_hash(resumed) == weights_hash(whole)
     assert records_of(killed) == records_of(directory / "whole")
     assert not list(killed.glob("previous-*"))
+
+
+def test_a_checkpoint_without_its_state_is_not_gone_on_from(finished):
+    directory, _ = finished
+    shutil.copytree(directory / "whole/checkpoints/step_00000004", directory / "stateless/step_00000004")
+    (directory / "stateless/step_00000004/state.json").unlink()
+    resume = CheckpointConfig(resume=str(directory / "stateless/step_00000004"))
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        train(run_config(directory, "out2", 5, checkpoint=resume))
 
 
 def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(finished):
@@ -125,9 +164,9 @@ def test_a_run_killed_before_its_first_checkpoint_leaves_nothing_behind(finished
     for name in ("evaluations.jsonl", "metrics.jsonl"):
         first = (directory / "whole" / name).read_text().partition("\n")[0]
         (directory / "early" / name).write_text(first + "\n")
-    train(run_config(directory, "early", 2))
+    train(run_config(directory, "early", 1))
     assert not list((directory / "early").glob("previous-*"))
-    train(run_config(directory, "early", 2, checkpoint=CheckpointConfig(every=2, resume="never")))
+    train(run_config(directory, "early", 1, checkpoint=CheckpointConfig(every=2, resume="never")))
     assert (directory / "early/previous-1/rollouts.jsonl").exists()
 
 
@@ -135,16 +174,16 @@ def test_an_output_dir_deleted_while_the_run_trains_ends_it_with_the_weights_sav
     directory, _ = finished
 
     def delete(scored: Scored) -> Scored:
-        if trainer.step == 3:
+        if trainer.step == 1:
             shutil.rmtree(directory / "deleted", ignore_errors=True)
         return scored
 
-    trainer = Trainer.from_config(run_config(directory, "deleted", 6))
+    trainer = Trainer.from_config(run_config(directory, "deleted", 5))
     trainer.insert_stage(Stage("delete", delete, consumes=Scored, produces=Scored), after="rewards")
     with pytest.raises(CheckpointError, match="deleted' was deleted or replaced while the run writes it"):
         trainer.train()
-    assert CheckpointStore(directory / "deleted/checkpoints", keep=4).newest().state["counters"]["step"] == 4
-    assert train(run_config(directory, "deleted", 6)).step == 6
+    assert CheckpointStore(directory / "deleted/checkpoints", keep=4).newest().state["counters"]["step"] == 2
+    assert train(run_config(directory, "deleted", 3)).step == 3
 
 
 def test_a_checkpoint_is_an_ordinary_model_directory(finished):
@@ -152,31 +191,31 @@ def test_a_checkpoint_is_an_ordinary_model_directory(finished):
 
     directory, trainer = finished
     model = AutoModelForCausalLM.from_pretrained(
-        directory / "whole" / "checkpoints" / "step_00000006" / "actor"
+        directory / "whole" / "checkpoints" / "step_00000005" / "actor"
     )
     for name, value in trainer.actor.model.state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_tasks_may_be_added_dropped_and_renamed_between_runs(finished, tmp_path):
-    write_run(tmp_path)
-    first = train(run_config(tmp_path, "out", 2))
+def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path):
+    write(tmp_path)
+    first = train(run_config(tmp_path, "out", 1))
     tasks = (tmp_path / "tasks.yaml").read_text()
     changed = tasks.replace("  copy:\n", "  echo:\n    renamed_from: copy\n").replace("  clean:", "  fresh:")
-    write_run(tmp_path, changed)
-    second = Trainer.from_config(run_config(tmp_path, "out", 4))
+    write(tmp_path, changed)
+    second = Trainer.from_config(run_config(tmp_path, "out", 2))
     second._open()
-    assert second.step == 2
+    assert second.step == 1
     assert second.tasks["echo"].stream.draw == first.tasks["copy"].stream.draw > 0
     assert second.tasks["fresh"].stream.draw == 0
     budgets = second.scorer.state_dict()
     assert budgets["echo"] == first.scorer.state_dict()["copy"]
     assert [name for name in ("echo", "fresh") if budgets[name]["recent"]] == ["echo"]
     second.train()
-    assert second.step == 4
+    assert second.step == 2
     kept = changed.replace("from: copy", "from: fresh")
-    write_run(tmp_path, kept[: kept.index("  fresh:")])
-    with Trainer.from_config(run_config(tmp_path, "out", 6)) as third:
+    write(tmp_path, kept[: kept.index("  fresh:")])
+    with Trainer.from_config(run_config(tmp_path, "out", 3)) as third:
         third._open()
         saved = second.scheduler.state_dict()["policy_state"]["traces"]
         assert (
@@ -193,14 +232,14 @@ QUARK = """
 """
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("before", "after"), [(3, 0), (0, 3), (2, 4)])
 def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     """The engine has a copy of the weights, the critic a trunk, the KL a reference: all follow."""
     task = "tasks:\n  digit: {type: ppo, dataset: digit.jsonl, rewards: [rewards.py:starts_right], KL}\n"
     task = task.replace("KL", "kl: {coefficient: 0.05}")
 
     def build(quantiles, steps):
-        write_run(tmp_path, task + (QUARK % quantiles if quantiles else ""), num_rows=24)
+        write(tmp_path, task + (QUARK % quantiles if quantiles else ""), num_rows=24)
         config = run_config(
             tmp_path,
             "out",
@@ -250,36 +289,11 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     second.close()
 
 
-def test_a_broken_newest_checkpoint_costs_only_the_steps_since_the_one_before(tmp_path, caplog):
-    write_run(tmp_path)
-    train(run_config(tmp_path, "out", 4))
-    weights = next((tmp_path / "out/checkpoints/step_00000004/actor").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:1000])
-    resumed = Trainer.from_config(run_config(tmp_path, "out", 5))
-    resumed.train()
-    assert "cut off or altered" in caplog.text
-    assert resumed.step == 5
-    broken = str(tmp_path / "out/checkpoints/step_00000004")
-    config = run_config(tmp_path, "out2", 5, checkpoint=CheckpointConfig(resume=broken))
-    (tmp_path / "out/checkpoints/step_00000004/state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
-        train(config)
-
-
-def test_a_node_of_ones_own_is_inserted_without_touching_the_others(tmp_path):
-    write_run(tmp_path)
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 1))
-    seen: list[Scored] = []
-
-    def watch(scored: Scored) -> Scored:
-        seen.append(scored)
-        return scored
-
-    losses: list[float] = []
-    trainer.insert_stage(Stage("watch", watch, consumes=Scored, produces=Scored), after="rewards")
-    trainer.insert_stage(Stage("loss", lambda report: losses.append(report.metrics["loss"])), after="update")
-    trainer.train()
-    assert len(losses) == 1
+def test_a_node_of_ones_own_is_inserted_without_touching_the_others(finished):
+    """Nor what the run learns: those that are compared with it have no such node."""
+    _, trainer = finished
+    seen, losses = trainer.seen_by_nodes
+    assert len(losses) == 5
     assert {s.rollout.task for s in seen} == {"copy", "digit", "quark", "clean"}
     assert [s.name for s in trainer.flow.stages] == [
         "rollout",
@@ -298,49 +312,67 @@ tasks:
 """
 
 
-@pytest.mark.parametrize("during", ["sampling", "evaluation", "judging"])
-def test_an_interrupt_loses_no_step_and_no_verdict(finished, monkeypatch, during):
+def test_interrupts_while_sampling_evaluating_and_judging_lose_no_step_and_no_verdict(finished, monkeypatch):
+    """One run, interrupted three times: each time the next start goes on from the step that was made."""
     directory, whole = finished
-    config = run_config(directory, during, 6, checkpoint=CheckpointConfig(every=10))
+    config = run_config(directory, "interrupted", 5, checkpoint=CheckpointConfig(every=10))
+    expected = whole.parts.store.checkpoints.entries
+
+    def opened(resumed_at):
+        trainer = Trainer.from_config(config)
+        trainer._open()
+        assert trainer.step == resumed_at
+        return trainer
+
+    def keeps_the_verdict(trainer, step):
+        entry = trainer.parts.store.checkpoints.entries[step]
+        assert (entry.judged_good, entry.score) == (True, expected[step].score)
+
     trainer = Trainer.from_config(config)
-    evaluate = Evaluator.evaluate
 
     def interrupted(scored: Scored) -> Scored:
-        if trainer.step == 4 and during == "sampling":
+        if trainer.step == 2:
             raise IndexError("of a stage")
         return scored
 
+    trainer.insert_stage(Stage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards")
+    with pytest.raises(IndexError):
+        trainer.train()
+
+    evaluate, observe = Evaluator.evaluate, SafetyGuard.observe
+
     def interrupted_evaluation(self, step, **kind):
-        if step == 4 and during == "evaluation":
+        if step == 4:
             raise KeyboardInterrupt
         return evaluate(self, step, **kind)
 
-    trainer.insert_stage(Stage("interrupted", interrupted, consumes=Scored, produces=Scored), after="rewards")
-    observe = SafetyGuard.observe
-
     def interrupted_judging(self, step, *rest):
         decision = observe(self, step, *rest)
-        if step == 4 and during == "judging":
+        if step == 4:
             raise KeyboardInterrupt
         return decision
 
-    monkeypatch.setattr(SafetyGuard, "observe", interrupted_judging)
-    monkeypatch.setattr(Evaluator, "evaluate", interrupted_evaluation)
-    with pytest.raises((IndexError, KeyboardInterrupt)):
-        trainer.train()
-    monkeypatch.undo()
-    resumed = Trainer.from_config(config)
-    resumed._open()
-    assert resumed.step == 4
-    resumed.train()
-    assert weights_hash(resumed) == weights_hash(whole)
-    entries, expected = resumed.parts.store.checkpoints.entries, whole.parts.store.checkpoints.entries
-    assert (entries[4].judged_good, entries[4].score) == (True, expected[4].score)
-    assert records_of(directory / during) == records_of(directory / "whole")
+    resumed_at = 2
+    for owner, name, broken in (
+        (Evaluator, "evaluate", interrupted_evaluation),
+        (SafetyGuard, "observe", interrupted_judging),
+    ):
+        trainer = opened(resumed_at)
+        keeps_the_verdict(trainer, 2)
+        monkeypatch.setattr(owner, name, broken)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        monkeypatch.undo()
+        resumed_at = 4
+    trainer = opened(4)
+    trainer.train()
+    assert weights_hash(trainer) == weights_hash(whole)
+    keeps_the_verdict(trainer, 4)
+    assert records_of(directory / "interrupted") == records_of(directory / "whole")
 
 
 def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatch, caplog):
-    write_run(tmp_path, ONE_TASK)
+    write(tmp_path, ONE_TASK)
     trainer = Trainer.from_config(run_config(tmp_path, "out", 2))
 
     def broken(scored: Scored) -> Scored:
@@ -357,7 +389,7 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatc
 
 def test_the_best_checkpoint_is_the_lowest_where_lower_is_better(tmp_path):
     tasks = ONE_TASK.replace("{type", "{higher_is_better: false, type").replace("starts_right", "is_short")
-    write_run(tmp_path, tasks)
+    write(tmp_path, tasks)
     trainer = train(run_config(tmp_path, "out", 2))
     for step, evaluations in trainer.history:
         values = evaluations["copy"].values
@@ -386,7 +418,7 @@ def test_bad_settings_are_one_clear_error_before_training(finished, changes, err
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
-    write_run(tmp_path, ONE_TASK)
+    write(tmp_path, ONE_TASK)
     rows = [{"id": i, "prompt": "a" * (5 if i % 2 else 300), "reference": "a"} for i in range(60)]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     trainer = train(run_config(tmp_path, "out", 1))
@@ -405,7 +437,7 @@ def only_threads(before):
 
 
 def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
-    write_run(tmp_path, ONE_TASK)
+    write(tmp_path, ONE_TASK)
     before = set(threading.enumerate())
     with Trainer.from_config(run_config(tmp_path, "out", 5)) as trainer:
         trainer.train_step()
@@ -424,11 +456,11 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
     """As if every hash were right: whatever a controller cannot read is one error that says where."""
     directory, _ = finished
     rng = random.Random(0)
-    with Trainer.from_config(run_config(directory, "edited", 6)) as trainer:
+    with Trainer.from_config(run_config(directory, "edited", 5)) as trainer:
         trainer._open()
-        whole = trainer.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000006")
+        whole = trainer.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000005")
         refused = 0
-        for _ in range(150):
+        for _ in range(100):
             state = copy.deepcopy(whole.state)
             node, key = state, rng.choice(sorted(state))
             while isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
@@ -444,4 +476,4 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
             except CheckpointError as error:
                 refused += 1
                 assert re.search("does not hold what this version|is unreadable", str(error))  # noqa: PT017
-    assert refused > 50
+    assert refused > 33
