@@ -681,5 +681,5 @@ def render_comparison(
         rows = [[key, *map(_plain, pair)] for key, pair in result["config"].items()]
         parts.append(ruled([["configuration", "base", "other"], *rows]))
     elif result["config"] is not None:
-        parts.append("the configurations do not differ, except in the seed if there are several")
+        parts.append("the configurations do not differ (seeds are not compared)")
     return "\n\n".join(parts)

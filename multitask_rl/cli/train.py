@@ -388,6 +388,11 @@ def _explain(error: Exception) -> str:
             hint = f"; did you mean {' or '.join(map(repr, elsewhere))}?"
         elif not hint and section:
             hint = f"; allowed: {', '.join(allowed)}"
+    if gone := re.match(r"Could not delete from config\. 'tasks\.([^']+)'", said[0]):
+        hint = (
+            "; the tasks are those of the tasks file, which keys only change: "
+            f"tasks.{gone[1]}.weight=0 gives the task no prompts"
+        )
     if "Additional config directory" in said[0]:
         hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (

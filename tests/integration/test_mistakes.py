@@ -181,6 +181,7 @@ MISTAKES = {
         ["tasks.copy.environment", "did you mean 'number_game'"],
     ),
     "a task without reward": (VALIDATE, task(rewards=None), ["tasks.copy", "add 'rewards: [<name>]'"]),
+    "a task of the file taken out by a key": ([*TRAIN, "~tasks.copy"], task(), ["tasks.copy.weight=0"]),
     "groups of one": ([*TRAIN, "batch.group_size=1"], task(), ["tasks.copy.group_size", "set at least 2"]),
     # data
     "missing data": (

@@ -1,6 +1,7 @@
 """Shell completion: words come from the commands themselves; bash is run, the other scripts name them."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,12 @@ def test_zsh_and_fish_have_scripts_of_the_same_words(capsys):
     told = capsys.readouterr().out
     assert "__fish_seen_subcommand_from plugins ; and __fish_seen_subcommand_from new" in told
     assert told.count("batch.group_size=") == 4
+
+
+def test_a_reader_that_has_had_enough_ends_a_command_without_a_word():
+    command = "import sys; from multitask_rl.cli import main; sys.exit(main(sys.argv[1:]))"
+    script = f"'{sys.executable}' -c '{command}' completion fish | head -1; echo ended ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[-1] in ("ended 141", "ended 0"), "0: all was written at once"
+    assert len(done.stdout.splitlines()) == 2

@@ -80,7 +80,8 @@ def test_a_run_that_ends_ends_the_job_with_its_exit_code(recipe, cluster, monkey
 def test_each_recipe_becomes_the_commands_of_its_cluster(capsys):
     sbatch = RECIPES / "slurm-one-node.sbatch"
     assert main(["submit", "--dry-run", str(sbatch), "seed=3"]) == 0
-    assert capsys.readouterr().out == f"sbatch {sbatch} seed=3\n"
+    assert main(["submit", str(sbatch), "--dry-run", "seed=3"]) == 0
+    assert capsys.readouterr().out == f"sbatch {sbatch} seed=3\n" * 2
     ((command,), manifest) = build_commands(RECIPES / "kuberay.yaml", ["tasks.math.weight=2", "note=a b"])
     assert command == ["kubectl", "create", "-f", "-"]
     entrypoint = yaml.safe_load(manifest)["spec"]["entrypoint"]

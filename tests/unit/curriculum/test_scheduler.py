@@ -257,6 +257,14 @@ def test_reweight_event_has_reason_from_and_to_and_does_not_spam() -> None:
         assert after.data["to"]["b"] - before.data["to"]["b"] >= 0.05
 
 
+def test_a_share_that_the_guard_moves_is_not_told_as_the_policy_s() -> None:
+    scheduler = _bound("ab")
+    scheduler.set_factors({"a": 0.0})
+    (moved,) = [e for e in scheduler.update({}, 0) if e.kind == "reweight"]
+    assert moved.data["to"]["a"] == 0.0
+    assert "the guard scales the shares (a x 0)" in moved.reason
+
+
 def test_unlearnable_task_is_held_at_its_floor_with_an_alarm_and_released() -> None:
     scheduler = _bound("ab", min_weight=0.1)
     events = []

@@ -8,6 +8,7 @@ import logging
 import math
 import re
 import resource
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -352,3 +353,11 @@ def test_an_evaluation_that_records_nothing_tells_its_progress(monkeypatch: pyte
     assert lines.getvalue() == "  evaluating: 40 of 100 responses\n  evaluating: 80 of 100 responses\n"
     assert screen.getvalue().startswith("\r  evaluating: 20 of 100 responses\x1b[K\r  evaluating: 40")
     assert screen.getvalue().endswith("\r\x1b[K"), "nothing stays"
+
+
+def test_the_command_that_goes_on_is_quoted_for_the_shell_and_for_hydra(tmp_path: Path) -> None:
+    tracker = ConsoleTracker(tmp_path / "a b", TrackingConfig(), None, stream=(lines := io.StringIO()))
+    tracker.start({})
+    tracker.finish("stopped")
+    argument = shlex.split(lines.getvalue().splitlines()[-1])[5]
+    assert argument == f'output_dir="{tmp_path}/a b"'

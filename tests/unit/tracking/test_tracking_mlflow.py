@@ -162,6 +162,11 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
             record.log_metrics({"x": step, "late": 1.0, "bad": math.nan}, step)
         if step != 2 or not has_record:
             first.log_metrics({"x": step}, step)
+    kept, undone = (Event(step=s, source="guard", kind=k, reason="r") for s, k in ((1, "warn"), (4, "stop")))
+    for event in (kept, undone):
+        first.log_event(event)
+    if has_record:
+        record.log_event(kept)
     first.finish("failed")
     second = MLflowTracker(tmp_path / "run", config, first.run_id)
     second.start({}, resume_step=2)
@@ -169,9 +174,10 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
         second.log_metrics({"x": step}, step)
     second.finish("finished")
     assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(1, 6)]
+    tags = second._client.get_run(str(second.run_id)).data.tags
+    assert [name for name in tags if name.startswith("event.")] == ["event.guard.warn"]
     if has_record:
         assert _points(tmp_path, second.run_id, "late") == [(1, 1.0), (2, 1.0)]
-        tags = second._client.get_run(str(second.run_id)).data.tags
         assert tags["metrics_not_finite"] == "2", "those that were not finite before the checkpoint"
 
 
