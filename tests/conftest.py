@@ -1,4 +1,4 @@
-"""Which tests have the machine to themselves: ``make unit`` runs four others at a time, then these."""
+"""Which tests have the machine to themselves: ``make unit`` runs three others at a time, then these."""
 
 import gc
 import os
