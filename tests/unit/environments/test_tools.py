@@ -178,7 +178,7 @@ def test_no_text_breaks_the_world():
     chance = random.Random(1)
     box = world()
     seen = set()
-    began = time.monotonic()
+    began = time.process_time()
     for _ in range(3000):
         text = "".join(chance.choices(PIECES, k=chance.randint(1, 8)))
         result = box.step(
@@ -188,14 +188,14 @@ def test_no_text_breaks_the_world():
         assert all(isinstance(message["content"], str) for message in result.messages)
         seen |= result.info.get("wrong_calls", {}).keys() | result.info.keys()
     assert seen == {"tool_calls", "wrong_calls", "bad_json", "unknown_tool", "bad_arguments"}
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 10
 
 
 def test_long_answers_are_read_in_little_time():
-    began = time.monotonic()
+    began = time.process_time()
     for piece in ("{}", "<tool_call>", "<think>", "[TOOL_CALLS]", "<function=a>", "[", "a" * 64, " "):
         read_calls(piece * (60_000 // len(piece)))
-    assert time.monotonic() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_a_text_argument_between_tags_stays_text_and_others_are_read():
