@@ -70,7 +70,7 @@ class Supervisor:
             GuardStop: the guard ended the run.
         """
         step, config = self.progress.step, self.config
-        forced = last or self.progress.evaluated_at < 0  # the end, and the begin of a run or of a fork
+        forced = last or self.progress.evaluated_at < 0  # the end; the beginning of a run or fork
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
         with finishing():  # an evaluation is recorded and saved with its effects, or not at all

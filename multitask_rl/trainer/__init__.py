@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -272,7 +273,7 @@ class Trainer:
         except Exception as error:
             if not self._is_closed:  # else what failed is the end, which has closed the records
                 told = error if isinstance(error, MultitaskRLError) else f"{type(error).__name__}: {error}"
-                failed = Event(step=self.step, source="run", kind="failed", reason=str(told))
+                failed = Event(step=self.step, source="run", kind="failed", reason=redact_text(str(told)))
                 with contextlib.suppress(MultitaskRLError, OSError):
                     parts.supervisor.note([failed])
             raise

@@ -244,13 +244,14 @@ def test_a_run_that_fails_says_why_in_its_records_until_it_goes_on(tmp_path):
     write_run(tmp_path, COPY.replace("starts_right", "breaks"), num_rows=40)
     good = "\n\ndef breaks(response):\n    return 1.0\n"
     with (tmp_path / "rewards.py").open("a") as file:
-        file.write(good.replace("return 1.0", "raise OSError('the server is gone')"))
+        file.write(good.replace("return 1.0", "raise OSError('the server is gone: http://me:pa55@host/')"))
     for steps in (2, 2):
         with pytest.raises(RewardError, match="the server is gone"):
             train(run_config(tmp_path, "out", steps, **SMALL))
         events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
         (failed,) = [e for e in events if (e["source"], e["kind"]) == ("run", "failed")]
         assert "the server is gone" in failed["reason"]
+        assert "pa55" not in failed["reason"]
 
 
 def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
