@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 
 import pytest
 
@@ -221,8 +220,6 @@ def test_a_slow_task_is_named_as_the_one_that_is_waited_for(tmp_path):
     (tmp_path / "gated.py").write_text(
         "import time\n\n\ndef starts_right(response):\n    time.sleep(0.05)\n    return 0.5\n"
     )
-    began = time.monotonic()
     train(run_config(tmp_path, "out", 2, eval=EvalConfig(every=0, num_prompts=1)))
     waited = read_run(tmp_path / "out").stages["rewards/slow"]["waited"]
     assert 0.0 < waited <= 1.0
-    assert time.monotonic() - began < 120

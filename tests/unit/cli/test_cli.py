@@ -77,10 +77,10 @@ def compose(arguments: list[str]) -> RunConfig:
 
 
 def test_help_lists_every_command_and_costs_nothing() -> None:
-    def seconds(*arguments: str) -> float:
+    def modules(*arguments: str) -> int:
         code = (
-            "import time; begin = time.process_time(); import sys; from multitask_rl.cli import main;"
-            "main(sys.argv[1:]); print(time.process_time() - begin, file=sys.stderr);"
+            "import sys; begin = len(sys.modules); from multitask_rl.cli import main;"
+            "main(sys.argv[1:]); print(len(sys.modules) - begin, file=sys.stderr);"
             "heavy = {'torch', 'ray', 'vllm', 'mlflow', 'transformers', 'hydra', 'datasets'};"
             "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
         )
@@ -89,9 +89,9 @@ def test_help_lists_every_command_and_costs_nothing() -> None:
         )
         for command in COMMANDS:
             assert f"  {command}" in done.stdout
-        return float(done.stderr.splitlines()[-1])
+        return int(done.stderr.splitlines()[-1])
 
-    assert sorted(seconds("--help") for _ in range(3))[1] < 0.3
+    assert modules("--help") < 120
 
 
 def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,12 +211,12 @@ def test_a_plugin_that_goes_down_fails_what_waits_and_scores_nothing(
     down.touch()
     try:
         began = time.monotonic()
-        scored = pool.score(of(*map(str, range(40))))
-        assert time.monotonic() - began < 10.0, "not a limit for each response"
+        scored = pool.score(of(*map(str, range(100))))
+        assert time.monotonic() - began < 25.0, "not a limit for each response"
     finally:
         down.unlink()
     assert {s.failure.kind for s in scored if s.failure} == {FailureKind.timeout}
-    assert [s.reward for s in scored] == [None] * 40
+    assert [s.reward for s in scored] == [None] * 100
     assert "circuit_open" in [e.kind for e in pool.health_events(1)]
 
 

@@ -156,7 +156,7 @@ def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
 
 
 def test_a_reply_of_megabytes_ends_the_episode_and_is_not_encoded(run):
-    began = time.monotonic()
+    began = time.process_time()
     (rollout,) = run(Engine(lambda: None), ["endless"])
     assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (1, "length", 1.0)
-    assert time.monotonic() - began < 5.0  # encoding it takes three times as long
+    assert time.process_time() - began < 5.0  # encoding it takes three times as long
