@@ -22,7 +22,6 @@ from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError, MultitaskRLError, path_errors
 from multitask_rl.plugins import TASKS, list_plugins, load_plugin
-from multitask_rl.run import estimate
 
 OWN = "own"
 """Stands for two tasks with data and rewards in the project."""
@@ -136,6 +135,8 @@ def fit_run(model: str, device: str) -> tuple[dict[str, Any], list[str]]:
 
     A model whose configuration cannot be read here gets settings for a small one.
     """
+    from multitask_rl.run import estimate  # heavy: torch, transformers
+
     on_gpu = device != "cpu"
     cores = os.cpu_count() or 1
     run: dict[str, Any] = {

@@ -26,7 +26,7 @@ from multitask_rl.report.page import attach_page
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.run.estimate import disk_text, estimate_disk, free_bytes
-from multitask_rl.run.plan import RunPlan, reach_warning, scale_warning
+from multitask_rl.run.plan import RunPlan, training_warnings
 from multitask_rl.run.profiling import StepProfiler
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
@@ -121,6 +121,10 @@ def build_parts(
     for name, task in tasks.items():
         task.metrics.declare(traits.get(name, {}))
     bind_controllers(plan, scheduler, guard, tasks)
+    if not track and not config.eval.num_prompts:
+        raise ConfigError("eval.num_prompts: 0 held-out prompts leave nothing to evaluate; give 1 or more")
+    for warning in training_warnings(plan, scheduler.active, guard) if track else ():
+        logger.warning("%s", warning)
     with contextlib.ExitStack() as closing:
         store = RunStore(plan.output_dir, config.checkpoint, track=track)
         closing.callback(store.close)
@@ -279,8 +283,6 @@ def bind_controllers(
                 "learner rank has a part of every gradient, and parts are not compared; set it to 0, or give "
                 "every rank the whole model"
             )
-        if tasks and (warning := scale_warning({n: plan.algorithms[n] for n in scheduler.active})):
-            logger.warning("%s", warning)
     if guard is not None:
         names = [n for n in specs if n not in plan.reported]
         try:
@@ -292,8 +294,6 @@ def bind_controllers(
                 f"{error}. The guard does not watch {', '.join(sorted(plan.reported))}: their held-out rows "
                 "are of the split test, which is only reported"
             ) from error
-        if tasks and (warning := reach_warning(plan.config.eval.every, guard.rollback_steps)):
-            logger.warning("%s", warning)
 
 
 def build_worlds(plan: RunPlan) -> WorldPool | None:

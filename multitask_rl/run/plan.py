@@ -44,6 +44,7 @@ from multitask_rl.training.backend import TrainingBackend
 
 if TYPE_CHECKING:
     from multitask_rl.data import TaskDataLoader
+    from multitask_rl.guard.base import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -360,6 +361,19 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             f"rollout.engine=hf or vllm, not {config.rollout.engine!r}; leave stream_every out to judge "
             "whole responses"
         )
+
+
+def training_warnings(plan: RunPlan, active: Sequence[str], guard: Guard | None) -> list[str]:
+    """Return what a run should be told before it trains the tasks ``active``."""
+    config = plan.config.eval
+    unseen = ""
+    if not config.num_prompts:
+        unseen = (
+            "eval.num_prompts=0: no task is evaluated. The guard judges nothing, no checkpoint is the best "
+            "one, and the report has no held-out curve"
+        )
+    reach = reach_warning(config.every, guard.rollback_steps) if guard is not None else ""
+    return [w for w in (unseen, reach, scale_warning({n: plan.algorithms[n] for n in active})) if w]
 
 
 def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:

@@ -153,3 +153,16 @@ def test_models_that_cannot_be_evaluated_are_refused_in_words(here, capsys):
     assert main(["eval", "actor", "tasks.yaml", "--samples=2", "eval.temperature=0"]) == 2
     assert "are all the same" in capsys.readouterr().err
     assert main(["eval", "actor", "tasks.yaml", "--other", "actor"]) == 2
+
+
+def test_an_evaluation_speaks_of_no_gradient_and_wants_prompts(here, caplog):
+    config = run_config(here, "out", 1)
+    unscaled = {"type": "grpo", "algorithm_config": {"normalisation": "none"}}
+    second = {"dataset": "copy.jsonl", "rewards": ["rewards.py:graded"]}
+    config = replace(config, tasks={"copy": unscaled, "second": second})
+    Trainer.from_config(config).evaluate()
+    assert "shared gradient" not in caplog.text
+    with pytest.raises(ConfigError, match=r"eval\.num_prompts: 0 held-out prompts"):
+        Trainer.from_config(replace(config, eval=replace(config.eval, num_prompts=0))).evaluate()
+    Trainer.from_config(config).train()
+    assert "weigh less in the shared gradient" in caplog.text

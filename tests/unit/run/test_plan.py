@@ -6,12 +6,12 @@ import re
 
 import pytest
 
-from multitask_rl.config.run import RolloutConfig, RunConfig
+from multitask_rl.config.run import EvalConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError
 from multitask_rl.run.learnable import check_learnable
-from multitask_rl.run.plan import plan_run, reach_warning, scale_warning
+from multitask_rl.run.plan import plan_run, reach_warning, scale_warning, training_warnings
 from multitask_rl.step.task_state import build_algorithms
 
 
@@ -122,3 +122,12 @@ def test_a_guard_that_can_never_roll_back_is_told(every, reach, words) -> None:
     told = reach_warning(every, reach)
     assert words in told
     assert bool(told) == bool(words)
+
+
+@pytest.mark.parametrize("number", [0, 8])
+def test_a_run_without_held_out_prompts_is_told(tmp_path, number) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    task = {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+    plan = plan_run(RunConfig(tasks={"t": task}, eval=EvalConfig(num_prompts=number)))
+    told = training_warnings(plan, ["t"], None)
+    assert [text.partition(":")[0] for text in told] == ["eval.num_prompts=0"] * (number == 0)
