@@ -163,6 +163,8 @@ def fit_run(model: str, device: str) -> tuple[dict[str, Any], list[str]]:
         shape = estimate.read_shape(config)
     except MultitaskRLError as error:
         return run, [f"the settings are for a small model, because {error}"]
+    if shape.parameters < 500e6:  # SmolLM2-135M: sums from 0.07 to 0.75 in 10 steps
+        run["optimizer"]["learning_rate"] = 2e-5
     room = 0.8 * estimate.free_memory(device) * (0.6 if run["rollout"]["engine"] == "vllm" else 1.0)
     width = 2 if on_gpu else 4
     whole = estimate.learner_bytes(shape.parameters, shape.parameters, width)

@@ -125,6 +125,7 @@ def test_the_run_is_fitted_to_the_memory(here, monkeypatch):
     wide, narrow = settings(1e10), settings(2e6)
     assert "lora" not in wide["model"]
     assert wide["batch"]["tokens_per_microbatch"] == 4096
+    assert wide["optimizer"]["learning_rate"] == 2e-5, "of a small model"
     assert narrow["model"]["lora"]["rank"] == 16
     assert narrow["batch"]["tokens_per_microbatch"] < 4096
 
