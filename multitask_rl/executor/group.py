@@ -32,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 _LOOK_EVERY_S = 1.0
+_ENDS_WITHIN_S = 3.0
+"""Ray's processes after an interrupted start; what takes longer goes at the next start."""
 _LOCK = "multitask_rl.lock"
 _MOST_CHARACTERS = 30
 """Of the directory in which a cluster's own lies: names of sockets have at most 107 bytes."""
@@ -128,27 +130,54 @@ class _Session:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             new.rename(self.path / _LOCK)  # a lock that others see is held
-        for lock in Path(parent).glob(f"ray_*/{_LOCK}"):
-            with contextlib.suppress(OSError), lock.open("a") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_session(lock.parent)
+        _remove_dead_sessions(self.path.parent)
 
     def remove(self) -> None:
-        """Remove the directory of the stopped cluster."""
+        """Remove the directory of the stopped cluster, and those that could not be removed at its start."""
         os.close(self._lock)
+        until = time.monotonic() + _ENDS_WITHIN_S
+        while _is_named_by_process(self.path) and time.monotonic() < until:
+            time.sleep(0.1)
         _remove_session(self.path)
+        _remove_dead_sessions(self.path.parent)
+
+
+def _remove_dead_sessions(parent: Path) -> None:
+    """Remove the directories below ``parent`` whose lock no process holds."""
+    for lock in parent.glob(f"ray_*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_session(lock.parent)
 
 
 def _remove_session(directory: Path) -> None:
-    """Remove the directory. If a process still writes there, its lock stays, so that a later run does."""
+    """Remove the directory. If a process may still write there, its lock stays, so that a later run does.
+
+    An agent of Ray that was starting when its cluster died makes the directory again, without the lock.
+    """
+    # before what is left is listed: a process that ends in between has written all it will
+    is_used = _is_named_by_process(directory)
     with contextlib.suppress(OSError):
         for child in directory.iterdir():
             if child.is_dir() and not child.is_symlink():
                 shutil.rmtree(child, ignore_errors=True)
             elif child.name != _LOCK:
                 child.unlink(missing_ok=True)
-        if {child.name for child in directory.iterdir()} <= {_LOCK}:
+        if not is_used and {child.name for child in directory.iterdir()} <= {_LOCK}:
             shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_named_by_process(directory: Path) -> bool:
+    """Return whether a command line names ``directory``; without ``/proc`` (not Linux) False.
+
+    Ray's processes name it; an agent of Ray takes another title when it has made its directories.
+    """
+    name = os.fsencode(directory)
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if name in command.read_bytes():
+                return True
+    return False
 
 
 def _check_node() -> None:
