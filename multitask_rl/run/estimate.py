@@ -150,10 +150,13 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     config = plan.config
     width = _width(plan)
     holders = plan.num_parts
+    learner = {
+        "gradients": 4.0 * shape.trainable,
+        "optimizer": _optimizer_bytes(plan, shape.trainable, width),
+    }
     parts: dict[str, float] = {
         "weights": shape.parameters * width / holders,
-        "gradients": 4 * shape.trainable / holders,
-        "optimizer": _optimizer_bytes(plan, shape.trainable, width) / holders,
+        **plan.backend_class.learner_bytes(config, shape.trainable, learner),
         "reference": shape.parameters * width * has_reference(plan) / holders,
         "copy to sample from": shape.parameters * _copy_width(plan, width),
         "average of the reference": 4 * shape.parameters * (has_average(plan) and width < 4),

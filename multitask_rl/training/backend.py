@@ -214,6 +214,18 @@ class TrainingBackend:
         return 1
 
     @classmethod
+    def learner_bytes(cls, config: RunConfig, trainable: int, whole: Mapping[str, float]) -> dict[str, float]:
+        """Return by part the bytes of gradients and optimizer that a process has; ``doctor`` shows them.
+
+        Args:
+            config: of the run.
+            trainable: number of the actor's weights that are trained.
+            whole: ``gradients`` and ``optimizer`` of a process that divides nothing. Default: each process
+                has its part of them if it has a part of the weights.
+        """
+        return {name: size / cls.num_parts(config) for name, size in whole.items()}
+
+    @classmethod
     def has_parts(cls, config: RunConfig) -> bool:
         """Whether ``runner.actor.parts`` brings the weights (``WeightParts``): they are not in ``runner``."""
         return cls.num_parts(config) > 1

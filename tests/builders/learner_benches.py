@@ -13,7 +13,14 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.ppo import PPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.algorithms.sft import SFT
-from multitask_rl.config.run import BatchConfig, OptimizerConfig, RolloutConfig, RunConfig, TrainingConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
 from multitask_rl.records import SamplingParams
@@ -48,11 +55,13 @@ class Bench:
         training=None,
         moments="float32",
         engine="hf",
+        autocast=False,
         **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
             rollout=RolloutConfig(engine=engine, engine_config={"weights": weights}),
+            model=ModelConfig(autocast=autocast),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
             optimizer=OptimizerConfig(learning_rate=rate, max_grad_norm=0.0, moments=moments),
             training=training or TrainingConfig(),

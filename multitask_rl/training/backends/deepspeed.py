@@ -42,6 +42,8 @@ from multitask_rl.training.runner import ModelRunner
 _OLDEST = "0.19.8"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _WHERE = "training.backend=deepspeed"
+_BUCKET = 500_000_000
+"""Most gradients that DeepSpeed sums at a time: it allocates a buffer for as many as it is told."""
 
 
 class ZeroGroup(RankGroup):
@@ -87,7 +89,6 @@ class DeepSpeedBackend(TorchBackend):
             "torchrun": torchrun_size() > 0,
             "rollout.engine=vllm": config.rollout.engine == "vllm",  # both need torch's default process group
             "optimizer.moments": config.optimizer.moments != "float32",
-            "model.autocast": config.model.autocast,
         }
         for key in [*(key for key, is_wanted in wants.items() if is_wanted), *refused_in_parts(config)]:
             raise ConfigError(
@@ -103,6 +104,16 @@ class DeepSpeedBackend(TorchBackend):
     def num_parts(cls, config: RunConfig) -> int:
         """See ``TrainingBackend``."""
         return len(actor_devices(config).names) if cls.settings(config).stage == 3 else 1
+
+    @classmethod
+    def learner_bytes(cls, config: RunConfig, trainable: int, whole: Mapping[str, float]) -> dict[str, float]:
+        """See ``TrainingBackend``. Stages 2 and 3 divide gradients, moments and a copy of the weights."""
+        size = len(actor_devices(config).names)
+        return {
+            "gradients": whole["gradients"] / size,
+            "optimizer": (whole["optimizer"] + 4 * trainable) / size,
+            "sum of gradients": 4.0 * min(_BUCKET, trainable),
+        }
 
     @classmethod
     def has_parts(cls, config: RunConfig) -> bool:
@@ -124,9 +135,17 @@ class ZeroPasses(ShardedPasses):
     ) -> TokenOutputs:
         """See ``Passes``. In stage 3 logits are not computed in slices: each would gather the head once."""
         every, found = want_logits or self._stage == 3, dict[str, Any]()
+        kind = self._ranks.device.type
+        autocast = torch.autocast(
+            kind,
+            torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
 
         def act() -> Tensor:
-            found.update(vars(forward_tokens(model, batch, *args, want_logits=every, **options)))
+            with autocast:  # on a GPU DeepSpeed's engine turns off what is on around it
+                found.update(vars(forward_tokens(model, batch, *args, want_logits=every, **options)))
             logprobs: Tensor = found["logprobs"]
             return logprobs
 
@@ -200,6 +219,7 @@ class ZeroShards(Shards):
             "zero_optimization": {
                 "stage": self.stage,
                 "overlap_comm": False,
+                "reduce_bucket_size": max(1, min(_BUCKET, sum(self.shapes[p].numel() for p in self.trained))),
                 # small weights would stay whole beside their parts
                 "stage3_param_persistence_threshold": 0,
             },

@@ -1,6 +1,8 @@
 """Ranks of DeepSpeed learn what one process learns; what they cannot do is refused before a model loads."""
 
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
 
@@ -20,10 +22,11 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError, TrainingError
 from multitask_rl.models.actor import read_weights
+from multitask_rl.run import estimate
 from multitask_rl.testing import assert_contract
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backends.deepspeed import DeepSpeedBackend
-from run_builders import run_config, write_run
+from run_builders import build_tokenizer, run_config, write_run
 
 TWO = {"actor": "cpu:0-1"}
 needs_deepspeed = pytest.mark.skipif(
@@ -65,6 +68,51 @@ def test_adapters_with_checkpointed_layers_and_the_kl_over_the_whole_vocabulary(
     finally:
         group.backend.close()
     assert_same_weights(group, alone)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_autocast_is_that_of_the_default_backend(stage, monkeypatch):
+    from deepspeed.runtime import engine
+
+    @contextmanager
+    def off(_engine):
+        with torch.autocast("cpu", enabled=False):
+            yield
+
+    monkeypatch.setattr(engine, "autocast_if_enabled", off)  # what it does on a GPU
+    scored = sample_scored(build_actor(), top_p=0.9)
+
+    def moments_of(make, **settings):
+        group = make(**settings)
+        try:
+            for _ in range(3):
+                group.update(scored)
+            return moments(group)
+        finally:
+            group.backend.close()
+
+    usual = moments_of(partial(RanksBench, num_ranks=2, sharded=True), autocast=True)
+    found, in_float32 = moments_of(partial(bench, stage), autocast=True), moments_of(partial(bench, stage))
+    # stage 3 computes logits at once: bfloat16 rounds elsewhere
+    assert gap(found, usual) < (1e-6 if stage == 2 else 0.6 * gap(in_float32, usual))
+    assert gap(in_float32, usual) > 2e-3
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("stage", [2, 3])
+def test_doctor_counts_what_a_rank_keeps(stage, tmp_path):
+    write_run(tmp_path)
+    config = run_config(tmp_path, "run", 1, device_map=TWO, training=zero(stage))
+    with Trainer.from_config(config) as trainer:
+        shape = estimate.read_shape(config.model)
+        work = estimate.step_workload(trainer.plan, build_tokenizer())
+        memory = estimate.estimate_memory(trainer.plan, shape, work)
+        trainer.train()
+        assert memory["optimizer"] == pytest.approx(trainer.parts.learner.backend.optimizer_bytes, rel=0.02)
+    assert memory["weights"] == 4 * shape.parameters / (stage - 1)
+    assert memory["gradients"] == 2 * shape.parameters
+    assert memory["sum of gradients"] == 4 * shape.parameters
 
 
 @needs_deepspeed
