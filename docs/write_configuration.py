@@ -173,9 +173,18 @@ def render_plugins() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def _for_everyone(schema: Any) -> Any:
+    """Return the schema without ``examples``: the plugins that are installed here."""
+    if isinstance(schema, list):
+        return [_for_everyone(own) for own in schema]
+    if isinstance(schema, dict):
+        return {key: _for_everyone(own) for key, own in schema.items() if key != "examples"}
+    return schema
+
+
 def files() -> dict[Path, str]:
     """Return the text of every file that this script writes."""
-    schemas = {PAGE.with_name("schema") / name: make() for name, make in SCHEMAS.items()}
+    schemas = {PAGE.with_name("schema") / name: _for_everyone(make()) for name, make in SCHEMAS.items()}
     return {
         PAGE: render(),
         COMMANDS_PAGE: render_commands(),

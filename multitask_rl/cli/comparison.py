@@ -350,6 +350,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
     pairs: dict[tuple[int, str], Pair] = {}
     notes: list[str] = []
     for index, other in enumerate(others):
+        apart: list[str] = []
         for task in (task for task in base.tasks if task in other.tasks):
             pair = _pair(base, other, task, step)
             if len({_kind(e) for side in (pair.first, pair.second) for e in side}) > 1:
@@ -360,10 +361,12 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
                 continue
             pairs[index, task] = pair
             if not pair.paired:
-                notes.append(
-                    f"task {task!r}: {base.name} and {other.name} were evaluated on different held-out "
-                    "prompts, so values are not paired"
-                )
+                apart.append(task)
+        if apart:
+            notes.append(
+                f"{base.name} and {other.name} were evaluated on different held-out prompts, so values are "
+                f"not paired: {'all tasks' if len(apart) == len(other.tasks) > 1 else ', '.join(apart)}"
+            )
     if others and not pairs:
         told = notes or [
             f"{base.name} and {other.name} share no task: {', '.join(base.tasks)} against "

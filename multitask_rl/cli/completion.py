@@ -94,6 +94,7 @@ def completions() -> dict[str, list[str]]:
     for name, following in SECOND.items():
         for second in following if name in ("tasks", "plugins") else ():
             words[f"{name} {second}"] = [*SECOND.get(f"{name} {second}", ()), *_options(f"{name} {second}")]
+    words["plugins check"] += sorted({info.name for info in list_plugins()})
     words["sandbox"] = ["corpus"]
     words["sandbox corpus"] = _options("sandbox corpus")
     keys = _keys()

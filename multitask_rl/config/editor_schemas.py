@@ -18,12 +18,14 @@ from multitask_rl.config.schema.build import setting_fields
 from multitask_rl.config.schema.ranges import Rule, field_hints
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import SHORT_FORMS
+from multitask_rl.plugins import ALGORITHMS, CONSTRAINTS, ENVIRONMENTS, REWARDS, list_plugins
 
 REFERENCE = {"type": "string", "pattern": r"^\$\{"}
 """A reference that Hydra replaces: ``${oc.env:NAME}``."""
 
 _TYPES = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
+_GROUPS = {"rewards": REWARDS, "constraints": CONSTRAINTS}
 _DRAFT = {"$schema": "http://json-schema.org/draft-07/schema#"}
 _NAME = {"type": "string", "pattern": f"^(?!({'|'.join(RESERVED_NAMES)})$){NAME_PATTERN}$"}
 
@@ -31,7 +33,8 @@ _NAME = {"type": "string", "pattern": f"^(?!({'|'.join(RESERVED_NAMES)})$){NAME_
 def tasks_schema() -> dict[str, Any]:
     """Return the schema of a tasks file: its keys, types, ranges and choices.
 
-    Rules over several keys and installed plugins are checked by ``multitask-rl tasks validate``.
+    Installed plugins are ``examples``, which editors offer. ``multitask-rl tasks validate`` checks them, and
+    rules over several keys.
     """
     task = _task()
     named = {**task, "properties": {"name": _NAME, **task["properties"]}, "required": ["name"]}
@@ -62,14 +65,23 @@ def run_schema() -> dict[str, Any]:
 def _task(*, references: bool = False) -> dict[str, Any]:
     """Return the schema of a task's keys, short forms included, without its name."""
     task = object_schema(TaskSpec, skip=["name"], references=references)
+    for key, group in (("type", ALGORITHMS), ("environment", ENVIRONMENTS)):
+        task["properties"][key]["examples"] = _installed(group)
     for short, (config, long) in SHORT_FORMS.items():
         plugins = task["properties"][long]
-        plugins["items"] = {"anyOf": [{"type": "string"}, plugins["items"]]}
+        installed = {"examples": _installed(_GROUPS[long])}
+        plugins["items"]["properties"]["plugin"] |= installed
+        plugins["items"] = {"anyOf": [{"type": "string", **installed}, plugins["items"]]}
+        meaning = f"Short form of one of `{long}`: its plugin."
         task["properties"] |= {
-            short: {"type": ["string", "null"], "description": f"Short form of one of `{long}`: its plugin."},
+            short: {"type": ["string", "null"], "description": meaning, **installed},
             config: {"type": ["object", "null"], "description": f"`config` of `{short}`."},
         }
     return task
+
+
+def _installed(group: str) -> list[str]:
+    return [info.name for info in list_plugins(group)]
 
 
 def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = False) -> dict[str, Any]:

@@ -65,13 +65,22 @@ function showArms(body, data) {
       make("div", {}, make("dt", {}, name), make("dd", {}, digits(value), more ? make("small", {}, more) : null)))),
     data.notes.length ? make("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "To know" }, make("ul", { class: "plain" }, data.notes.map(note => make("li", { class: "warn" }, ...shown(note))))) : "",
     make("p"),
-    sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => key.split(".").at(-1)), "runs", ...data.tasks], rows),
+    sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => shortened(key, keys)), "runs", ...data.tasks], rows),
     arms.length > 1 ? make("p", { class: "small muted" }, `▲ better, ▼ worse than ${arms[0].name}: at 5 % over all ${result.num_verdicts} verdicts of this page together (Holm)`)
       : make("p", {}, `One arm: these runs differ in the seed alone (${arms[0].seeds.join(", ")}), so there is nothing to compare it with. --each-run compares the runs.`));
   const trained = Object.keys(result.effects);
   const cell = row => row ? make("span", { class: verdicts[row.verdict] || "muted", title: row.verdict }, `${digits(row.delta)} ${ends(row)}`) : "–";
   if (trained.length) body.append(make("p"), table("Training on one task (row) changed a held-out result (column) from first to last evaluation; coloured: better or worse at 5 % over the whole matrix (Holm)",
     ["training on", ...data.tasks], trained.map(name => [name, ...data.tasks.map(task => cell(result.effects[name][task]))])));
+}
+
+/** Return the last words of a key that no other of ``keys`` ends with. */
+function shortened(key, keys) {
+  const words = key.split(".");
+  const isOthers = ending => keys.some(other => other !== key && `.${other}`.endsWith(`.${ending}`));
+  let start = words.length - 1;
+  while (start > 0 && (isOthers(words.slice(start).join(".")) || words[start] === "plugin")) start -= 1;
+  return words.slice(start).join(".");
 }
 
 /** Return an interval as a bar around a line at 0; ``most`` is the end of the scale. */

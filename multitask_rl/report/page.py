@@ -275,7 +275,7 @@ def _tiles(
     ]
     if seconds:
         typical = float(f"{statistics.median(seconds):.3g}")
-        found.append(["seconds a step", typical, f"median; {duration(sum(seconds))} in all steps"])
+        found.append(["seconds a step", typical, f"median; {duration(sum(seconds))} in the steps shown"])
     return found
 
 

@@ -169,6 +169,8 @@ class Supervisor:
         # a mean of rates and of the logits of a reward model, or of losses, would say nothing
         ranged = [n for n, e in evaluations.items() if math.isfinite(e.primary.high - e.primary.low)]
         numbers = {**aggregate(per_task, "eval", directions, ranged), **limits, "time/evaluation_s": seconds}
+        if score is not None:
+            numbers["eval/score"] = score
         self.trackers.log_metrics(numbers, step)
         self.trackers.log_evaluation(evaluations, step)
         if _is_due(step, self.config.eval.every):

@@ -74,13 +74,13 @@ _MADE_WITHIN_S = 600.0
 _AT_A_GLANCE = "at_a_glance/"
 _HEADLINES = {
     r"task/([^/]+)/eval": rf"{_AT_A_GLANCE}held_out.\1",
-    r"macro/eval": f"{_AT_A_GLANCE}held_out",
+    r"eval/score": f"{_AT_A_GLANCE}held_out",
     r"worst/eval": f"{_AT_A_GLANCE}held_out_worst",
     r"task/([^/]+)/reward_mean": rf"{_AT_A_GLANCE}reward.\1",
     r"task/([^/]+)/weight": rf"{_AT_A_GLANCE}share.\1",
     r"train/loss": f"{_AT_A_GLANCE}training.loss",
-    r"macro/kl": f"{_AT_A_GLANCE}training.kl",
-    r"macro/entropy": f"{_AT_A_GLANCE}training.entropy",
+    r"task/([^/]+)/kl": rf"{_AT_A_GLANCE}training.kl.\1",
+    r"task/([^/]+)/entropy": rf"{_AT_A_GLANCE}training.entropy.\1",
     r"time/step_s": f"{_AT_A_GLANCE}training.seconds_per_step",
 }
 """What a person looks at first: metric -> its second name, in the group that MLflow shows above all.
@@ -385,7 +385,7 @@ class MLflowTracker(Tracker):
                 self._send_event(event)
 
     def _send_parameters(self, parameters: Mapping[str, Any]) -> None:
-        """Log parameters that the run lacks; changed values go to ``config.resumed.json``."""
+        """Log parameters that the run lacks; changed values go to ``config.resumed.json`` and a tag."""
         from mlflow.entities import Param
 
         present = self._client.get_run(self._run).data.params
@@ -396,7 +396,9 @@ class MLflowTracker(Tracker):
             self._client.log_batch(self._run, params=batch, synchronous=True)
         changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
         if changed:
-            self._client.log_dict(self._run, changed, "config.resumed.json")
+            self._client.log_dict(self._run, changed, "config.resumed.json")  # MLflow changes no parameter
+            told = ", ".join(f"{key}={value}" for key, value in changed.items())
+            self._client.set_tag(self._run, "resumed_with", told[:_MAX_TAG])
 
     def _send_metrics(self, points: Sequence[_Point]) -> None:
         """Send the kept points that MLflow lacks, under legal names."""

@@ -1,7 +1,8 @@
 """Tracker that writes to trackio by its own client (extra ``trackio``); ``trackio show`` opens its pages.
 
 Without ``TRACKIO_SPACE_ID`` all stays on this machine, in the client's directory (``TRACKIO_DIR``). A resumed
-run goes on under the same name, and numbers of a step that the killed run had written are left out.
+run goes on under the same name, and numbers of a step that the killed run had written are left out. Of the
+steps that a rollback undid, the store has both courses.
 """
 
 from __future__ import annotations

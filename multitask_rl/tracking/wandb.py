@@ -2,8 +2,9 @@
 
 ``WANDB_MODE=offline`` keeps the run in ``<output_dir>/wandb`` until ``wandb sync``; other settings are the
 client's own environment variables (``WANDB_ENTITY``, ``WANDB_API_KEY``...). A resumed run goes on under the
-same id. The client takes steps in their order only: numbers of a step that the killed run had sent are left
-out, and so are those of steps that a run makes again after a rollback.
+same id. The client takes its own steps in their order only: numbers of a step that the killed run had sent
+are left out. Steps that a run makes again after a rollback get later steps of the client; the x axis of all
+curves is the field ``training_step``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import SAMPLE_COLUMNS, SAMPLES_EVERY_S, TO_ACT_ON, Tracker, sample_rows
+
+_STEP = "training_step"
 
 
 class WandbTracker(Tracker):
@@ -38,6 +41,8 @@ class WandbTracker(Tracker):
         self._directory, self._config = Path(output_dir), config
         self._run: Any = None
         self._sampled_s = -math.inf
+        self._last, self._undone = 0, 0
+        """Newest step sent; how far the client's steps are ahead of the run's, by rollbacks."""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Begin the run, or go on with that of ``run_id``."""
@@ -52,14 +57,25 @@ class WandbTracker(Tracker):
             config=dict(parameters),
         )
         self.run_id = self._run.id
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+        sent = self._run.summary.get(_STEP)
+        if resume_step is not None and sent is not None:  # the client's next step is known online alone
+            self._undone = max(0, self._run.step - 1 - int(sent))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Send the numbers; those of one step may come in several calls."""
         if self._run is not None:
-            self._run.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step=step)
+            self._log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._last = step
+        self._run.log({**values, _STEP: step}, step=step + self._undone)
 
     def log_event(self, event: Event) -> None:
-        """Send what a person should act on as an alert."""
+        """Send what a person should act on as an alert; take note of a rollback."""
+        if event.kind == "rolled_back":
+            self._undone += max(0, self._last - event.step)
         if self._run is not None and event.kind in TO_ACT_ON:
             self._run.alert(title=f"{event.source} {event.kind} {event.task}".strip(), text=event.reason)
 
@@ -71,7 +87,7 @@ class WandbTracker(Tracker):
 
         self._sampled_s = time.monotonic()
         table = wandb.Table(columns=SAMPLE_COLUMNS, data=sample_rows(scored, step))
-        self._run.log({"samples": table}, step=step)
+        self._log({"samples": table}, step)
 
     def finish(self, status: str) -> None:
         """End the run; the client marks one that did not finish as failed."""

@@ -35,6 +35,7 @@ def test_every_command_and_key_is_there(words):
         ("train max_steps=3 executor=", "local ray"),
         ("tasks va", "validate"),
         ("plugins new re", "reward"),
+        ("plugins check exact", "exact_match"),
         ("report --ht", "--html"),
         ("nothing x", ""),
     ],

@@ -178,3 +178,12 @@ def test_the_command_prints_the_schemas(capsys: pytest.CaptureFixture[str]) -> N
         assert json.loads(capsys.readouterr().out) == schema
     Draft7Validator.check_schema(TASKS.schema)
     Draft7Validator.check_schema(RUN.schema)
+
+
+def test_editors_offer_the_installed_plugins_and_take_others() -> None:
+    task = tasks_schema()["properties"]["tasks"]["anyOf"][0]["additionalProperties"]["properties"]
+    assert {"grpo", "anchor", "sft"} <= set(task["type"]["examples"])
+    name, mapping = task["rewards"]["items"]["anyOf"]
+    assert "exact_match" in name["examples"] == mapping["properties"]["plugin"]["examples"]
+    assert "safety_classifier" in task["constraint_model"]["examples"]
+    assert not refuses(TASKS, {"tasks": {"t": {"dataset": "d.jsonl", "rewards": ["rewards.py:mine"]}}})

@@ -77,7 +77,7 @@ def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Pa
         in (data["alarms"][0]["reason"])
     )
     assert data["tiles"][3] == ["warnings and alarms", 1, "no signal"]
-    assert data["tiles"][4] == ["seconds a step", 2.0, "median; 80 s in all steps"]
+    assert data["tiles"][4] == ["seconds a step", 2.0, "median; 80 s in the steps shown"]
 
 
 def test_the_policy_of_the_page_names_its_own_script_alone(tmp_path: Path) -> None:

@@ -16,9 +16,13 @@ from reward_builders import rollout
 CLIENT = """
 class Run:
     id, name = "abc", "run"
+    summary, step = {}, 0
 
     def __init__(self):
-        self.lines, self.alerts, self.ends = [], [], []
+        self.lines, self.alerts, self.ends, self.axes = [], [], [], []
+
+    def define_metric(self, name, step_metric=None):
+        self.axes.append((name, step_metric))
 
     def log(self, numbers, step):
         self.lines.append((step, numbers))
@@ -132,13 +136,35 @@ def test_wandb_goes_on_under_the_same_id(tmp_path, client):
     tracker.log_rollouts([scored("too early", 1.0)], 1)
     tracker.finish("failed")
     (step, numbers), (_, table) = module.run.lines
-    assert (step, numbers) == (1, {"train/loss": 1.0})
+    assert (step, numbers) == (1, {"train/loss": 1.0, "training_step": 1})
+    assert module.run.axes[-1] == ("*", "training_step")
     assert [row[3:] for row in table["samples"].data] == [["worse", 0.0], ["best", 1.0]]
     assert module.run.alerts == [("guard stop copy", "copy fell")]
     assert module.run.ends == [1]
     again = WandbTracker(tmp_path / "first", TrackingConfig(experiment="mine"), tracker.run_id)
     again.start({"seed": 1}, resume_step=1)
     assert (module.asked["id"], module.asked["resume"]) == ("abc", "allow")
+
+
+def test_wandb_takes_the_steps_that_follow_a_rollback(tmp_path, client, monkeypatch):
+    module = client("wandb")
+
+    def steps(tracker, numbers):
+        for step in numbers:
+            tracker.log_metrics({"loss": float(step)}, step)
+        return [(own, numbers["training_step"]) for own, numbers in module.run.lines]
+
+    first = WandbTracker(tmp_path / "first", TrackingConfig(), None)
+    first.start({})
+    steps(first, (1, 2, 3, 4))
+    first.log_event(Event(step=2, source="guard", kind="rolled_back", reason="from 4 to 2"))
+    assert steps(first, (3, 4))[-2:] == [(5, 3), (6, 4)], "the client takes steps in their order only"
+    # killed; the server has step 6 of its own, which is 4 of the run
+    monkeypatch.setattr(module.Run, "step", 7)
+    monkeypatch.setattr(module.Run, "summary", {"training_step": 4})
+    again = WandbTracker(tmp_path / "first", TrackingConfig(), first.run_id)
+    again.start({}, resume_step=3)
+    assert steps(again, (4, 5)) == [(6, 4), (7, 5)], "of these the server takes the second"
 
 
 def test_trackio_writes_no_step_twice_after_a_resume(tmp_path, client):

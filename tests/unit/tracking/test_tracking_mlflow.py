@@ -91,6 +91,7 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (artifacts / "events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events] == [1, 3, 4]
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {"optimizer.learning_rate": "0.2"}
+    assert run.data.tags["resumed_with"] == "optimizer.learning_rate=0.2"
 
 
 def test_the_page_of_a_run_is_an_artifact_that_its_note_links_once(tmp_path: Path) -> None:
@@ -292,8 +293,8 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
         tracker.start(
             {"scheduler": {"policy": "uniform"}, "tasks": {"t": {"type": "ppo", "dataset": "t.jsonl"}}}
         )
-        metrics = {"task/t/reward/x": 0.1, "task/t/eval": 0.5, "macro/eval": 0.5, "train/loss": 1.0}
-        tracker.log_metrics({**metrics, "task/t/weight": 1.0}, 1)
+        metrics = {"task/t/reward/x": 0.1, "task/t/eval": 0.5, "eval/score": 0.5, "train/loss": 1.0}
+        tracker.log_metrics({**metrics, "task/t/weight": 1.0, "task/t/kl": 0.1}, 1)
         tracker.finish("finished")
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
     found = {run.info.run_name: run for run in client.search_runs(["1"])}
@@ -305,9 +306,10 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
         **dict.fromkeys(("sweep/0", "sweep/1"), found["sweep"].info.run_id),
     }
     run = found["a"].data
-    headlines = [f"at_a_glance/{n}" for n in ("held_out", "held_out.t", "share.t", "training.loss")]
+    names = ("held_out", "held_out.t", "share.t", "training.kl.t", "training.loss")
+    headlines = [f"at_a_glance/{name}" for name in names]
     assert sorted(n for n in run.metrics if n.startswith("at_a_glance/")) == headlines, "as MLflow orders"
-    assert sorted(list(run.metrics)[:4]) == headlines, "before 350 others"
+    assert sorted(list(run.metrics)[:5]) == headlines, "before 350 others"
     assert run.tags["mlflow.user"]
     assert (run.tags["scheduler"], run.tags["algorithms"]) == ("uniform", "ppo")
     assert "- **t**: ppo, t.jsonl" in run.tags["mlflow.note.content"]
