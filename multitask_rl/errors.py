@@ -15,6 +15,8 @@ class MultitaskRLError(Exception):
     """Base of all errors raised on purpose; ``exit_code`` is the exit status of the command."""
 
     exit_code: int = 1
+    others: tuple[MultitaskRLError, ...] = ()
+    """Errors found together with this one, such as those of other tasks of the file."""
 
 
 class ConfigError(MultitaskRLError, ValueError):

@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             traceback.print_exception(error)
         if isinstance(error, MultitaskRLError):
-            print(error_line(str(error)), file=sys.stderr)
+            for own in (error, *error.others):
+                print(error_line(str(own)), file=sys.stderr)
             return error.exit_code
         if problem := _problem_of_torch():
             print(error_line(f"{problem} (--debug shows the traceback)"), file=sys.stderr)

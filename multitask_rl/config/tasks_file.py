@@ -28,7 +28,7 @@ from multitask_rl.config.checks import (
 from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields, suggest
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MultitaskRLError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
@@ -64,7 +64,8 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
             name that the file lacks defines a new task.
 
     Raises:
-        ConfigError: names file, line, key path, the offending value and what is allowed.
+        ConfigError: names file, line, key path, the offending value and what is allowed; ``others`` are the
+            first errors of further tasks.
     """
     root, entries = Where("configuration"), dict[str, _Entry]()
     if str(path):
@@ -177,9 +178,16 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
 def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     if not entries:
         raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
-    specs = {name: _task(name, *entry) for name, entry in entries.items()}
-    for name, spec in specs.items():
-        check_task(spec, entries[name][1], need_data=False)
+    specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
+    for name, entry in entries.items():
+        try:
+            specs[name] = _task(name, *entry)
+            check_task(specs[name], entry[1], need_data=False)
+        except MultitaskRLError as error:
+            errors.append(error)
+    if errors:
+        errors[0].others = tuple(errors[1:])
+        raise errors[0]
     check_tasks(specs, where)
     return specs
 

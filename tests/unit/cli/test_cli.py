@@ -118,6 +118,22 @@ def test_reference_file_validates_as_written(capsys: pytest.CaptureFixture[str])
     assert "fact_checking: constrained_decoding; no data set here" in told
 
 
+def test_each_task_with_a_mistake_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    file = tmp_path / "tasks.yaml"
+    file.write_text(
+        "tasks:\n"
+        "  a: {dataset: rows.jsonl, rewards: [length], typ: grpo}\n"
+        "  fine: {dataset: rows.jsonl, rewards: [length]}\n"
+        "  b: {dataset: rows.jsonl, rewards: [length], weight: heavy}\n"
+        "  c: {dataset: rows.jsonl, rewards: [length], type: grpoo}\n"
+    )
+    assert main(["tasks", "validate", str(file), "--quick"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(".yaml:")[2].split(":")[0] for line in lines] == ["2", "4", "5"]
+    assert all(line.startswith("error: ") for line in lines)
+
+
 def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tasks", "validate", "tasks.yaml", "tasks.words.weight=5"]) == 0
     told = capsys.readouterr().out
