@@ -395,5 +395,5 @@ def test_a_guard_is_checked_when_it_is_added_and_its_reach_when_the_run_begins(s
         with pytest.raises(ConfigError, match=r"'dialogue_fluency' is not a task.*starts_right"):
             trainer.add_guard(SafetyGuard(monitor_metrics=["dialogue_fluency"]))
         trainer.add_guard(SafetyGuard(monitor_metrics=["starts_right"], rollback_steps=1))
-        trainer.evaluate()
+        trainer.train()
     assert "eval.every=2 and guard.rollback_steps=1" in caplog.text
