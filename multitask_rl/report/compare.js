@@ -65,7 +65,7 @@ function showArms(body, data) {
       make("div", {}, make("dt", {}, name), make("dd", {}, digits(value), more ? make("small", {}, more) : null)))),
     data.notes.length ? make("div", { class: "card scroll", tabindex: 0, role: "region", "aria-label": "To know" }, make("ul", { class: "plain" }, data.notes.map(note => make("li", { class: "warn" }, ...shown(note))))) : "",
     make("p"),
-    sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => shortened(key, keys)), "runs", ...data.tasks], rows),
+    sorted("Last evaluation of each arm, mean over its runs; a head sorts. Pointer on a number: its 95 % interval", ["arm", ...keys.map(key => shortened(key, Object.keys(result.keys))), "runs", ...data.tasks], rows),
     arms.length > 1 ? make("p", { class: "small muted" }, `▲ better, ▼ worse than ${arms[0].name}: at 5 % over all ${result.num_verdicts} verdicts of this page together (Holm)`)
       : make("p", {}, `One arm: these runs differ in the seed alone (${arms[0].seeds.join(", ")}), so there is nothing to compare it with. --each-run compares the runs.`));
   const trained = Object.keys(result.effects);
