@@ -171,7 +171,7 @@ def fit_run(model: str, device: str) -> tuple[dict[str, Any], list[str]]:
     left = room - whole
     if left < estimate.activation_bytes(shape, 1024, width, is_checkpointed=True):
         run["model"]["lora"] = {"rank": 16}
-        run["optimizer"]["learning_rate"] = 1e-5
+        run["optimizer"]["learning_rate"] *= 10
         left = room - shape.parameters * width
         notes.append(
             f"adapters are trained (model.lora.rank=16): all weights would need {estimate.in_units(whole)}, "

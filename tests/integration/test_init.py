@@ -127,6 +127,7 @@ def test_the_run_is_fitted_to_the_memory(here, monkeypatch):
     assert wide["batch"]["tokens_per_microbatch"] == 4096
     assert wide["optimizer"]["learning_rate"] == 2e-5, "of a small model"
     assert narrow["model"]["lora"]["rank"] == 16
+    assert narrow["optimizer"]["learning_rate"] == pytest.approx(2e-4), "adapters take larger steps"
     assert narrow["batch"]["tokens_per_microbatch"] < 4096
 
 

@@ -198,13 +198,15 @@ def test_what_only_a_cuda_build_is_asked_for_is_there(engine: VLLMEngine) -> Non
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    signature(EngineArgs).bind_partial(enable_sleep_mode=True)
-    signature(engine._llm.sleep).bind(level=2)
-    signature(engine._llm.wake_up).bind(tags=["weights"])
+    bound = signature(EngineArgs).bind_partial(enable_sleep_mode=True)
+    assert bound.arguments == {"enable_sleep_mode": True}
+    assert signature(engine._llm.sleep).bind(level=2).arguments == {"level": 2}
+    assert signature(engine._llm.wake_up).bind(tags=["weights"]).arguments == {"tags": ["weights"]}
     for taker in (Worker, GPUModelRunner, model_runner.GPUModelRunner):
-        signature(taker.reload_weights).bind(None, weights_iterator=iter([]))
+        bound = signature(taker.reload_weights).bind(None, weights_iterator=iter([]))
+        assert "weights_iterator" in {**bound.arguments, **bound.kwargs}
     for runner in (GPUModelRunner, model_runner.GPUModelRunner):
-        signature(runner.get_model).bind(None)
+        assert signature(runner.get_model).bind(None).args == (None,)
 
 
 def test_weights_of_another_shape_are_refused_and_change_nothing(engine: VLLMEngine, tied: Any) -> None:

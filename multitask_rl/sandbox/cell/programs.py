@@ -134,8 +134,8 @@ def _run_script(source: bytes) -> int:
     for step in (atexit._run_exitfuncs, names.clear):
         try:
             step()
-        except BaseException:  # noqa: BLE001 - exit functions and finalizers are the program's; as Python does
-            continue
+        except BaseException:  # noqa: BLE001 - exit functions and finalizers are the program's
+            _show_error()  # as Python does: the status stays
     return status
 
 

@@ -110,9 +110,13 @@ def test_a_judge_in_a_worker_or_without_explanations_is_not_asked(judges, name, 
 def test_what_fails_or_hangs_costs_its_text_and_one_warning(judges, name, problem, caplog, tmp_path):
     with judges(name) as pool:
         rollouts = judged(pool)
-        began = time.monotonic()
-        assert [pool.explain(rollouts) for _ in range(50)] == [[{}] * 6] * 50
-        assert time.monotonic() - began < 5.0, "a hanging call is waited for once, not 0.2 s each time"
+        seconds = []
+        for _ in range(6):
+            began = time.monotonic()
+            assert pool.explain(rollouts) == [{}] * 6
+            seconds.append(time.monotonic() - began)
+        # other programs may delay some of the five that follow; to wait for the hanging call takes each 0.2 s
+        assert sorted(seconds[1:])[2] < 0.1, "a hanging call is waited for once"
         (tmp_path / "judges.py.released").touch()
         assert all(not hasattr(v["own"], "kind") for v in pool.judge([make_rollout("xxxxx", task="a")]))
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]

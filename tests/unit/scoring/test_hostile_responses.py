@@ -205,19 +205,24 @@ def test_a_check_that_a_response_hangs_is_a_violation(open_pool: Open) -> None:
 def test_a_plugin_that_goes_down_fails_what_waits_and_scores_nothing(
     open_pool: Open, plugin_file: Path
 ) -> None:
-    pool = open_pool("breaks_down", max_failure_rate=1.0)
-    assert pool.score(of("a"))[0].reward == 1.0
-    down = plugin_file.with_suffix(".down")
-    down.touch()
-    try:
-        began = time.monotonic()
-        scored = pool.score(of(*map(str, range(100))))
-        assert time.monotonic() - began < 25.0, "not a limit for each response"
-    finally:
-        down.unlink()
-    assert {s.failure.kind for s in scored if s.failure} == {FailureKind.timeout}
-    assert [s.reward for s in scored] == [None] * 100
-    assert "circuit_open" in [e.kind for e in pool.health_events(1)]
+    def seconds() -> float:
+        pool = open_pool("breaks_down", max_failure_rate=1.0)
+        assert pool.score(of("a"))[0].reward == 1.0
+        down = plugin_file.with_suffix(".down")
+        down.touch()
+        try:
+            began = time.monotonic()
+            scored = pool.score(of(*map(str, range(40))))
+            elapsed = time.monotonic() - began
+        finally:
+            down.unlink()
+        assert {s.failure.kind for s in scored if s.failure} == {FailureKind.timeout}
+        assert [s.reward for s in scored] == [None] * 40
+        assert "circuit_open" in [e.kind for e in pool.health_events(1)]
+        return elapsed
+
+    # not a limit for each response; other programs only add to the time, so the shortest of the tries tells
+    assert any(seconds() < 10.0 for _ in range(3))
 
 
 def test_a_plugin_that_always_exits_is_named_soon(open_pool: Open) -> None:

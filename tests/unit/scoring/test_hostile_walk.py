@@ -64,15 +64,15 @@ def test_every_bundled_check_is_walked(with_models: dict[str, Any]) -> None:
 def test_hostile_responses_harm_no_neighbour(check: Any) -> None:
     if check.plugin in SLOW:
         check = dataclasses.replace(check, own=())
-    walk(check)
+    assert_no_neighbour_is_harmed(check)
 
 
 @pytest.mark.parametrize("plugin", MODELS)
 def test_hostile_responses_harm_no_neighbour_before_a_model(plugin: str, with_models: dict[str, Any]) -> None:
-    walk(with_models[plugin])
+    assert_no_neighbour_is_harmed(with_models[plugin])
 
 
-def walk(check: Any) -> None:
+def assert_no_neighbour_is_harmed(check: Any) -> None:
     seen = HOSTILE.run(check, 6, random.Random(check.plugin), step=6)
     assert (seen["honest_changed"], seen["failures"], seen["untyped"]) == (0, 0, 0), seen
     assert seen["one_hostile_delays_s"] < seen["limit_s"], seen

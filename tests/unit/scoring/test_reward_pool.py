@@ -175,7 +175,8 @@ class InProcess:
 
     def score(self, rollouts):
         released = __file__ + ".released"
-        while rollouts[0].response == "hang" and not os.path.exists(released):
+        until = time.monotonic() + 60
+        while rollouts[0].response == "hang" and not os.path.exists(released) and time.monotonic() < until:
             time.sleep(0.01)
         return [Score(value=float(os.getpid()), components={"built": type(self).built}) for _ in rollouts]
 
@@ -338,14 +339,19 @@ def test_constraints_are_judged_by_name(open_pool: Open) -> None:
 
 @pytest.mark.parametrize("task", ["hangs", "hangs_holding_the_lock", "Batch"])
 def test_one_hanging_sample_times_out_alone(open_pool: Open, task: str) -> None:
-    pool = open_pool(task)
-    pool.score(of(task, *"abcdefgh"))
-    began = time.monotonic()
-    scored = pool.score(of(task, *"abcdefghijklm", "hang", *"opqrstuvwxyz"))
-    elapsed = time.monotonic() - began
-    assert [s.reward for s in scored] == [1.0] * 13 + [0.0] + [1.0] * 12
-    assert scored[13].breakdown == {task: Score(value=0.0, components={"overrun": 1.0})}
-    assert elapsed < 12.0, "not a limit for each sample"
+    def seconds() -> float:
+        pool = open_pool(task)
+        pool.score(of(task, *"abcdefgh"))
+        began = time.monotonic()
+        scored = pool.score(of(task, *"abcdefghijklm", "hang", *"opqrstuvwxyz"))
+        elapsed = time.monotonic() - began
+        assert [s.reward for s in scored] == [1.0] * 13 + [0.0] + [1.0] * 12
+        assert scored[13].breakdown == {task: Score(value=0.0, components={"overrun": 1.0})}
+        return elapsed
+
+    # A batch plugin gets its limit once per rollout before it is killed; hedges answer the rest long before.
+    # Other programs on the machine only add to the time: of several tries the shortest tells.
+    assert any(seconds() < (4.0 if task == "Batch" else 2.5) for _ in range(3))
 
 
 @pytest.mark.parametrize("task", ["hangs_always", "BatchHangsAlways"])
