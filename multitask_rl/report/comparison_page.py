@@ -15,6 +15,7 @@ from multitask_rl.records import Direction
 from multitask_rl.report.samples import clipped, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.statistics.seeds import mean_of_arm
+from multitask_rl.tracking.jsonl import load_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 from multitask_rl.tracking.spending import COSTS, Spending
 
@@ -246,7 +247,7 @@ def _line(path: Path, offset: int, length: int) -> dict[str, Any]:
     with path.open("rb") as stream:
         stream.seek(offset)
         try:
-            line = json.loads(stream.read(length))
+            line = load_line(stream.read(length))
         except (ValueError, RecursionError):
             line = {}
     return line if isinstance(line, dict) else {}

@@ -7,7 +7,6 @@ of the host is refused, because a foreign website may give its own name this add
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import threading
@@ -23,7 +22,7 @@ from multitask_rl.errors import ConfigError, MultitaskRLError
 from multitask_rl.report.page import charted, payload, span
 from multitask_rl.report.samples import CHUNK, Samples
 from multitask_rl.report.shell import render_shell
-from multitask_rl.tracking.jsonl import RECORDS, dump_line
+from multitask_rl.tracking.jsonl import RECORDS, dump_line, load_line
 from multitask_rl.tracking.reading import RunRecord, read_run
 
 _LEAST_WAIT_S = 2.0
@@ -67,7 +66,7 @@ class Tail:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self._convert(json.loads(line))
+                    self._convert(load_line(line))
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                     raise ConfigError(f"{self._path}: not a line as a run writes it: {error}") from error
                 self._end += len(line)

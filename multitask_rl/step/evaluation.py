@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.step.texts import TextMeter
-from multitask_rl.tracking.jsonl import RecordFile
+from multitask_rl.tracking.jsonl import RecordFile, dump_line, load_line
 
 
 @dataclass
@@ -116,7 +115,7 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
         CheckpointError: it cannot be written.
     """
     with contextlib.closing(RecordFile(file)) as record:
-        record.append(json.dumps(evaluation_row(evaluation)) + "\n" for evaluation in evaluations.values())
+        record.append(dump_line(evaluation_row(evaluation)) for evaluation in evaluations.values())
 
 
 def repeat_evaluations(file: Path, step: int) -> None:
@@ -129,14 +128,14 @@ def repeat_evaluations(file: Path, step: int) -> None:
         CheckpointError: it cannot be written.
     """
     with disk_errors(str(file)):
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    last = {row["task"]: line for line in lines if (row := json.loads(line))["step"] == step}
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    last = {row["task"]: line.decode() for line in lines if (row := load_line(line))["step"] == step}
     with contextlib.closing(RecordFile(file)) as record:
         record.append(last.values())
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
-    """Return the evaluation as JSON data; NaN is null."""
+    """Return the evaluation as the data of a line of ``evaluations.jsonl``."""
     low, high = evaluation.primary.interval
     return {
         "step": evaluation.step,
@@ -146,21 +145,17 @@ def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
         "prompts": evaluation.prompts,
         "samples": evaluation.num_samples,
         **_numbers(evaluation.primary),
-        "low": _plain(low),
-        "high": _plain(high),
+        "low": low,
+        "high": high,
         "metrics": {k: _numbers(s) for k, s in evaluation.metrics.items()},
-        "values": [_plain(v) for v in evaluation.primary.values],
+        "values": evaluation.primary.values,
     }
 
 
 def _numbers(statistic: Statistic) -> dict[str, Any]:
     return {
-        "mean": _plain(statistic.mean),
+        "mean": statistic.mean,
         "n": statistic.n,
-        "error": _plain(statistic.error),
+        "error": statistic.error,
         "direction": statistic.direction.value,
     }
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -19,6 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import disk_errors
 from multitask_rl.records import (
@@ -45,10 +47,12 @@ RECORDS = ("metrics.jsonl", "events.jsonl", "rollouts.jsonl", "evaluations.jsonl
 
 def _plain(value: Any) -> Any:
     """Return ``value`` with only JSON types in it; unknown objects become their ``str``."""
-    if value is None or isinstance(value, str | bool | int):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str | int):  # of a subclass: the plain value
+        return str(value) if isinstance(value, str) else int(value)
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes):
@@ -58,12 +62,28 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
 def dump_line(record: Mapping[str, Any]) -> str:
     """Return ``record`` as one line of strict JSON with its newline; a number that is not finite is null."""
     try:
-        return json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n"
-    except (TypeError, ValueError):  # most lines need no copy
+        return _ENCODER.encode(record).decode() + "\n"
+    except (TypeError, ValueError):  # a key that is no text, half of a surrogate pair
         return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def load_line(line: bytes) -> Any:
+    """Return the value of a line of JSON; bytes that are no UTF-8 become U+FFFD.
+
+    Raises:
+        ValueError: the line is no JSON.
+        RecursionError: it is nested too deeply.
+    """
+    try:
+        return msgspec.json.decode(line)
+    except ValueError:  # it is stricter: half of a surrogate pair, NaN, 1e400
+        return json.loads(line.decode("utf-8", "replace"))
 
 
 def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
@@ -192,9 +212,7 @@ class JsonlTracker(Tracker):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line."""
-        # a number that is not finite would make the line twice
-        numbers = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._append("metrics.jsonl", [{"step": step, **numbers}])
+        self._append("metrics.jsonl", [{"step": step, **metrics}])
 
     def log_event(self, event: Event) -> None:
         """Append one line."""

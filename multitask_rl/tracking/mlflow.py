@@ -43,7 +43,7 @@ from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
-from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
+from multitask_rl.tracking.jsonl import dump_line, load_line, scored_to_dict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -361,7 +361,7 @@ class MLflowTracker(Tracker):
         points = []
         with record.open("rb") as stream:
             for line in stream.read(num_bytes).splitlines():
-                row = json.loads(line)
+                row = load_line(line)
                 step = int(row.pop("step"))
                 values = {name: math.nan if value is None else value for name, value in row.items()}
                 points += self._points(values, step)
@@ -375,7 +375,7 @@ class MLflowTracker(Tracker):
                 if not any(entry.path == path.name for entry in self._client.list_artifacts(self._run)):
                     return
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
-            events = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            events = [load_line(line) for line in path.read_bytes().splitlines()]
         # of the steps that are made again, the run knows no event any more
         for tag in self._client.get_run(self._run).data.tags:
             if tag.startswith("event."):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.records import Direction
+from multitask_rl.tracking.jsonl import load_line
 from multitask_rl.tracking.timeline import summarise
 
 T = TypeVar("T")
@@ -132,12 +132,12 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
     if not path.exists():
         return
     allowed = "the output directory of a run whose records can be read"
-    with path_errors("the record", path, allowed), path.open(encoding="utf-8", errors="replace") as stream:
+    with path_errors("the record", path, allowed), path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                record = json.loads(line)
+                record = load_line(line)
             except (ValueError, RecursionError) as error:
                 raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
             if not isinstance(record, dict):

@@ -8,13 +8,12 @@ seconds since the run was opened. Stages: ``rollout``, ``constraints``, ``reward
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.tracking.jsonl import RecordFile
+from multitask_rl.tracking.jsonl import RecordFile, dump_line, load_line
 
 Span = tuple[float, float]
 """Begin and end, ``time.monotonic`` seconds."""
@@ -78,14 +77,14 @@ class Timeline:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._path.open("rb") as lines:
                 for line in lines:
                     with contextlib.suppress(ValueError, KeyError):
-                        ended = max(ended, float(json.loads(line)["end"]))
+                        ended = max(ended, float(load_line(line)["end"]))
             self._zero = min(start for *_, (start, _) in spans) - ended
             self._file = RecordFile(self._path)
         found = []
         for stage, task, step, span in spans:
             start, end = (round(at - self._zero, 6) for at in span)
             record = {"stage": stage, "task": task, "start": start, "end": end, "step": step + 1}
-            found.append(json.dumps(record) + "\n")
+            found.append(dump_line(record))
         self._file.append(found)
 
     def close(self) -> None:
