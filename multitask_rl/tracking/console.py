@@ -12,6 +12,7 @@ import math
 import re
 import shlex
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -56,7 +57,9 @@ _TABLE_EVERY = 10
 _PROGRESS_EVERY_S = 30.0
 """Between two lines on work that takes long, where there is no terminal."""
 _REFRESH_S = 1.0
-"""Between two drawings of the view."""
+"""Between two drawings of the view, or more: see ``_MOST_DRAWING``."""
+_MOST_DRAWING = 0.007
+"""Of the time of a processor: on a slow one the view is drawn less often."""
 _CELL = (
     "<pre style=\"font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.2; "
     'white-space: pre; overflow-x: auto">{code}</pre>'
@@ -73,6 +76,8 @@ class ConsoleTracker(Tracker):
         self._output_dir = output_dir
         self._mode = config.console
         self._live: Live | None = None
+        self._drawer: threading.Thread | None = None
+        self._is_closed = threading.Event()
         self._cell: _NotebookCell | None = None
         self._handlers: dict[Any, Any] = {}
         """Handlers of the log -> their stream before the live view."""
@@ -106,10 +111,12 @@ class ConsoleTracker(Tracker):
                 console=console,
                 # narrower by the ^C of a terminal, which would begin a line that the next drawing is off by
                 get_renderable=lambda: Constrain(self._view(), console.width - 3),
-                refresh_per_second=1.0 / _REFRESH_S,
+                auto_refresh=False,
                 transient=False,
             )
             self._live.start()
+            self._drawer = threading.Thread(target=self._keep_drawing, args=[self._live], daemon=True)
+            self._drawer.start()
             # the log's handlers hold the streams that the live view has replaced, and would write into it
             for handler in logging.getLogger().handlers:
                 if type(handler) is logging.StreamHandler and not handler.stream.closed:
@@ -199,7 +206,9 @@ class ConsoleTracker(Tracker):
         """Close the view, whose last state stays; print how the run ended and what may follow."""
         self._work, self._stopping = status, ""
         self._draw(at_once=True)
-        if self._live is not None:
+        if self._live is not None and self._drawer is not None:
+            self._is_closed.set()
+            self._drawer.join()
             self._live.stop()
             self._live = None
             for handler, former in self._handlers.items():
@@ -224,6 +233,13 @@ class ConsoleTracker(Tracker):
     @property
     def _has_view(self) -> bool:
         return self._live is not None or self._cell is not None
+
+    def _keep_drawing(self, live: Live) -> None:
+        pause_s = _REFRESH_S
+        while not self._is_closed.wait(pause_s):
+            began = time.thread_time()
+            live.refresh()
+            pause_s = max(_REFRESH_S, (time.thread_time() - began) / _MOST_DRAWING)
 
     def _draw(self, *, at_once: bool = False) -> None:
         """Draw the view of a notebook anew; that of a terminal draws itself."""
@@ -252,7 +268,7 @@ class ConsoleTracker(Tracker):
         return f"{_duration(pace * max(0, self._num_steps - self._step))} left"
 
     def _view(self) -> Group:
-        """Return the live view; it is drawn once a second."""
+        """Return the live view; it is drawn about once a second."""
         gone = _duration(time.monotonic() - self._began)
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(

@@ -69,8 +69,8 @@ def dump_line(record: Mapping[str, Any]) -> str:
     """Return ``record`` as one line of strict JSON with its newline; a number that is not finite is null."""
     try:
         return _ENCODER.encode(record).decode() + "\n"
-    except (TypeError, ValueError):  # a key that is no text, half of a surrogate pair
-        return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    except (TypeError, ValueError, RecursionError):  # a key that is no text, half of a surrogate pair
+        return json.dumps(_plain(record), allow_nan=False) + "\n"
 
 
 def load_line(line: bytes) -> Any:

@@ -1,14 +1,25 @@
 """Records are cut to what a checkpoint knows of, or set aside; never mixed, never repeated."""
 
+import enum
+import itertools
 import json
+import math
+import random
+from types import MappingProxyType
+
+import numpy as np
+import pytest
 
 from multitask_rl.tracking.jsonl import (
     RECORDS,
     RecordFile,
     cut_records,
+    dump_line,
+    load_line,
     record_lengths,
     set_records_aside,
 )
+from multitask_rl.tracking.spending import read_spending
 
 
 def write(directory, name, *steps):
@@ -54,3 +65,72 @@ def test_a_new_run_sets_records_of_steps_aside_and_drops_those_of_none(tmp_path)
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 1')
     set_records_aside(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["previous-1", "previous-2"]
+
+
+class Colour(enum.StrEnum):
+    red = "red"
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        (math.nan, None),
+        ([1e22, -0.0, 5e-324, 0.1, math.inf], [1e22, -0.0, 5e-324, 0.1, None]),
+        (2**80, 2**80),
+        (np.float32(0.5), 0.5),
+        (np.float64(math.nan), None),
+        ([np.int64(3), np.bool_(True), True], [3, True, True]),
+        (MappingProxyType({"a": (1, Colour.red)}), {"a": [1, "red"]}),
+        ({None: 1, ("a", 2): {3: math.nan}}, {"None": 1, "('a', 2)": {"3": None}}),
+        ("\u2028 \x00 é \U0001f600", "\u2028 \x00 é \U0001f600"),
+        ({"half of a pair": "\ud83d", "n": math.nan}, {"half of a pair": "\ud83d", "n": None}),
+        (object, str(object)),
+    ],
+    ids=lambda value: ascii(value)[:20],
+)
+def test_a_record_of_any_value_is_one_line_of_strict_json(tmp_path, value, kept):
+    file = RecordFile(tmp_path / "lines")
+    file.append([dump_line({"value": value})])
+    file.close()
+    (line,) = (tmp_path / "lines").read_bytes().splitlines()
+
+    def no_constant(text):
+        raise AssertionError(text)
+
+    for read in (load_line, lambda line: json.loads(line, parse_constant=no_constant)):
+        assert repr(read(line)["value"]) == repr(kept)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"a": NaN}', b'{"a": 1e400}', b'{"a": "\xff"}', b'{"a": "\\ud800"}', b" [1]\n"]
+)
+def test_lines_of_other_programs_are_read_as_python_reads_them(line):
+    assert repr(load_line(line)) == repr(json.loads(line.decode(errors="replace")))
+    with pytest.raises(ValueError, match="line 1 column"):
+        load_line(line.strip()[:-1])
+
+
+@pytest.mark.parametrize("width", [1, 3_000, 700_000, 2_500_000], ids="{} bytes a line".format)
+def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
+    """The reader searches pieces of the file; a whole parse of each line says the same."""
+    chance = random.Random(width)
+    lines = []
+    for step in [1, 2, 3, 4, 3, 4, 5]:
+        numbers = {"time/step_s": chance.random(), "time/samples_per_s": 40.0, "time/tokens_per_s": None}
+        numbers |= {f"task/{task}/reward_mean": chance.random() for task in "abc"}
+        padding = {"padding": "x" * chance.randrange(width, 2 * width)}
+        more = chance.choice([{**padding, **numbers}, {**numbers, **padding}])
+        lines.append({"step": step, **more})
+    lines.insert(2, {"step": 2, "guard/alarms": 1.0, "padding": "x" * width})  # no step was made
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "metrics.jsonl").write_text(text[:-1] if width == 1 else text)
+    found = read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"])
+    made = [line for line in lines if "time/step_s" in line]
+    assert found.steps == [1, 2, 3, 4, 5]
+    assert found.lines == [0, 1, 4, 5, 6]
+    assert found.spent["seconds"] == list(itertools.accumulate(line["time/step_s"] for line in made))
+    assert found.spent["samples"] == list(itertools.accumulate(40 * line["time/step_s"] for line in made))
+    assert all(map(math.isnan, found.spent["tokens"]))
+    assert found.rewards == {
+        task: {line["step"]: line[f"task/{task}/reward_mean"] for line in made} for task in "ac"
+    }
