@@ -86,7 +86,8 @@ class PPO(Algorithm):
     With ``popart`` the value head's unit is that of the value targets instead: mean ``mu`` and deviation
     ``sigma``, averaged at rate ``popart_rate``. When they move to ``mu', sigma'`` the head is rescaled, ``w
     <- w sigma / sigma'``, ``b <- (sigma b + mu - mu') / sigma'``: values in the reward's own unit stay the
-    same. beta and the multiplier keep their unit.
+    same. beta and the multiplier keep their unit. If a resume turns ``popart`` off, the head is rescaled once
+    more, to the unit of the reward.
 
     Source: PPO (arXiv:1707.06347); the KL penalty per token: Ziegler et al. (arXiv:1909.08593), InstructGPT
     (arXiv:2203.02155); PopArt: van Hasselt et al. (arXiv:1602.07714) sec. 2, per task Hessel et al.
@@ -139,7 +140,8 @@ class PPO(Algorithm):
             token_rewards -= batch.kl_coefficient * kl.to(token_rewards.dtype)
             metrics["response_kl"] = float(kl.sum() / max(len(batch.lengths), 1))
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
-        is_popart = self.config.popart and batch.values.numel() > 0
+        # without ``popart``, the head's unit is still that of the targets if a resume has turned it off
+        is_popart = (self.config.popart or targets.num_steps > 0) and batch.values.numel() > 0
         if is_popart:  # from the reward's unit to that of the value targets
             if targets.num_steps == 0:  # an untrained head has nothing to preserve: the units are equal
                 targets.update(rewards.mean, rewards.std**2)
@@ -155,10 +157,12 @@ class PPO(Algorithm):
             mean, std = targets.mean, targets.std or 1.0
             wide = returns.double()
             targets.update(mean + std * float(wide.mean()), std**2 * float(wide.var(correction=0)))
-            new_std = targets.std or 1.0
-            rescale = std / new_std, (mean - targets.mean) / new_std
+            unit = targets if self.config.popart else rewards
+            rescale = std / (unit.std or 1.0), (mean - unit.mean) / (unit.std or 1.0)
             returns = rescale[0] * returns + rescale[1]
-            metrics["value_mean"], metrics["value_scale"] = targets.mean, targets.std
+            metrics["value_mean"], metrics["value_scale"] = unit.mean, unit.std
+            if not self.config.popart:
+                self._value_moments = RunningMoments(self.config.popart_rate)
         return Credit(
             advantages=group.whiten(advantages, floor=_ADVANTAGE_FLOOR),
             returns=returns,

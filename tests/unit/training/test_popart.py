@@ -137,6 +137,27 @@ def test_state_round_trip_continues_identically() -> None:
     assert second.state_dict() == first.algorithms["a"].state_dict()
 
 
+def test_turned_off_by_a_resume_the_head_goes_back_to_the_unit_of_the_reward() -> None:
+    bench = Bench()
+    for update in range(4):
+        bench.step(scale=5.0, drift=float(update))
+    mean, std = bench.unit()
+    before = bench.values() * std + mean
+    resumed = PPO(PPO.Config(popart=False))
+    resumed.load_state_dict(json.loads(json.dumps(bench.algorithms["a"].state_dict())))
+    bench.algorithms["a"] = resumed
+    task = LearnerTask(spec=TaskSpec(name="a"), algorithm=resumed, kl_coefficient=0.0)
+    credit = CreditAssigner(bench.learner.backend, {"a": task}, many_updates=False)
+    samples = [s for s in bench.samples(scale=5.0, drift=4.0) if s.task == "a"]
+    _, metrics = credit.credit(samples)
+    unit_mean, unit_std = metrics["a"]["reward_running_mean"], metrics["a"]["reward_scale"]
+    assert abs(unit_std - std) > 0.1, "the units differ: there is something to compensate"
+    head = bench.values()
+    torch.testing.assert_close(head * unit_std + unit_mean, before, rtol=1e-6, atol=1e-6)
+    credit.credit(samples)
+    assert (bench.values() == head).all(), "once is enough"
+
+
 def test_off_it_rescales_nothing() -> None:
     bench = Bench(popart=False)
     heads = {k: v.clone() for k, v in bench.critic.state_dict().items()}
