@@ -67,6 +67,7 @@ _GATHERED = 10 * MAX_PER_BATCH
 """So many points do not wait longer; most of them are not kept."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _SWEEP_TAG = "multitask_rl.sweep"
+_RESUMED_TAG = "resumed_with"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _MADE_WITHIN_S = 600.0
@@ -388,17 +389,20 @@ class MLflowTracker(Tracker):
         """Log parameters that the run lacks; changed values go to ``config.resumed.json`` and a tag."""
         from mlflow.entities import Param
 
-        present = self._client.get_run(self._run).data.params
+        data = self._client.get_run(self._run).data
         wanted = dict(flatten_parameters(parameters))
-        new = [Param(key, value) for key, value in wanted.items() if key not in present]
+        new = [Param(key, value) for key, value in wanted.items() if key not in data.params]
         for index in range(0, len(new), _MAX_PARAMETERS_PER_BATCH):
             batch = new[index : index + _MAX_PARAMETERS_PER_BATCH]
             self._client.log_batch(self._run, params=batch, synchronous=True)
-        changed = {key: value for key, value in wanted.items() if present.get(key, value) != value}
-        if changed:
+        changed = {key: value for key, value in wanted.items() if data.params.get(key, value) != value}
+        if changed or _RESUMED_TAG in data.tags:
             self._client.log_dict(self._run, changed, "config.resumed.json")  # MLflow changes no parameter
+        if changed:
             told = ", ".join(f"{key}={value}" for key, value in changed.items())
-            self._client.set_tag(self._run, "resumed_with", told[:_MAX_TAG])
+            self._client.set_tag(self._run, _RESUMED_TAG, told[:_MAX_TAG])
+        elif _RESUMED_TAG in data.tags:  # a later resume took the changes back
+            self._client.delete_tag(self._run, _RESUMED_TAG)
 
     def _send_metrics(self, points: Sequence[_Point]) -> None:
         """Send the kept points that MLflow lacks, under legal names."""

@@ -93,6 +93,13 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {"optimizer.learning_rate": "0.2"}
     assert run.data.tags["resumed_with"] == "optimizer.learning_rate=0.2"
 
+    third = Trackers(tmp_path / "run", config, identity)
+    third.start({"seed": 3, "optimizer": {"learning_rate": 0.1}, "new": 1}, resume_step=4)
+    third.finish("finished")
+    assert not third.failures
+    assert "resumed_with" not in client.get_run(run_id).data.tags, "the change was taken back"
+    assert json.loads((artifacts / "config.resumed.json").read_text()) == {}
+
 
 def test_the_page_of_a_run_is_an_artifact_that_its_note_links_once(tmp_path: Path) -> None:
     run_id = None
