@@ -9,7 +9,7 @@ IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_in
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help demo real gpu test lint types unit browser docs site clean
+.PHONY: help demo real gpu test lint types unit browser docs notebooks site clean
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
 	@echo "make browser  the test of the pages in Chromium (needs it, and chromedriver)"
 	@echo "make docs   write the generated pages (configuration, plugins, commands) and docs/schema/ anew"
+	@echo "make notebooks  run the notebooks of examples/ and store what they show (three minutes)"
 	@echo "make site   build the pages of docs/ as a site in build/site"
 	@echo "make clean  remove caches and build outputs (not .venv, not runs/)"
 
@@ -52,6 +53,9 @@ browser: .venv/.installed-browser
 docs: .venv/.installed-demo
 	$(BIN)/python docs/write_configuration.py
 
+notebooks: .venv/.installed-notebooks
+	PYTHONPATH=.venv/notebooks $(TEST_ENV) $(BIN)/python docs/write_notebooks.py
+
 site: .venv/.installed-site
 	PYTHONPATH=.venv/site $(BIN)/python -m mkdocs build --strict
 
@@ -85,6 +89,10 @@ clean:
 
 .venv/.installed-site: .venv/.installed-demo requirements/docs.txt
 	$(INSTALL) --target .venv/site requirements/docs.txt
+	@touch $@
+
+.venv/.installed-notebooks: .venv/.installed-demo requirements/notebooks.txt
+	$(INSTALL) --target .venv/notebooks requirements/notebooks.txt
 	@touch $@
 
 .venv/.installed-browser: .venv/.installed-test requirements/browser.txt
