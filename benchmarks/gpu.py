@@ -33,19 +33,23 @@ def main() -> None:
     steps = ["--workload", args.workload, "--steps", str(args.steps)]
     if args.peak_tflops:
         steps += ["--peak-tflops", str(args.peak_tflops)]
-    result: dict[str, Any] = {"steps": [], "overlap": {}}
+    result: dict[str, Any] = {"steps": [], "overlap": {}, "machine": machine(args.device)}
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+
+    def keep() -> None:
+        """Write what was measured so far: a later figure may fail, or the time may end."""
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
     for number, engine in enumerate(args.engines):
         # the peer samples by its own means: once is enough
         peer = args.peer if number == 0 else "none"
         result["steps"].append(measure("speed.py", [*common, *steps, "--engine", engine, "--peer", peer]))
+        keep()
         overlapped = ["--part", "rewards", "--engine", engine, "--block", str(args.block), "--turns", "1"]
         overlapped += ["--max-new-tokens", str(args.overlap_tokens), "--delays", *map(str, args.delays)]
         result["overlap"][engine] = measure("pipeline.py", [*common, *overlapped])["figures"]
-    result["machine"] = machine(args.device)
-    text = json.dumps(result, indent=1) + "\n"
-    sys.stdout.write(text)
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(text)
+        keep()
+    sys.stdout.write(args.json.read_text())
 
 
 def measure(script: str, arguments: list[str]) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Side:
         }
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
+        else:  # TRL would take all
+            environment.setdefault("CUDA_VISIBLE_DEVICES", "0")
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in ``close``
         self._process = subprocess.Popen(
             [python, str(SIDES / script), *arguments],

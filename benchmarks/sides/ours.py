@@ -93,7 +93,10 @@ def build(folder: Path) -> Trainer:
             max_steps=args.steps,
             rollout=RolloutConfig(
                 engine=args.engine,
-                engine_config={} if args.engine == "hf" else {"dtype": args.dtype},
+                # the sides share the device
+                engine_config={}
+                if args.engine == "hf"
+                else {"dtype": args.dtype, "gpu_memory_utilization": 0.2},
                 max_new_tokens=new_tokens(args.workload),
             ),
             batch=BatchConfig(prompts_per_step=PROMPTS, group_size=GROUP, refill_rounds=0),

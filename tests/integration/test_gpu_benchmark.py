@@ -1,6 +1,8 @@
 """The benchmark of a GPU, tiny: the same command on a CPU and, where there is one, on a GPU."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,21 @@ def test_the_command_measures_and_its_result_becomes_a_table(tmp_path, device, m
     lines = render(tmp_path).splitlines()
     assert any(line.startswith("| ours, `hf` |") for line in lines)
     assert any(line.startswith("| 0 s | 1 |") for line in lines)
+
+
+def test_what_was_measured_is_kept_when_a_later_figure_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import gpu
+
+    def measure(script, arguments):
+        if script == "pipeline.py":
+            raise subprocess.CalledProcessError(1, script)
+        return {"ratios": {"limit": 2.0}}
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--json", str(tmp_path / "gpu.json")])
+    with pytest.raises(subprocess.CalledProcessError):
+        gpu.main()
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["steps"] == [{"ratios": {"limit": 2.0}}]
+    assert result["machine"]["cores"]
