@@ -292,9 +292,13 @@ def assert_same_weights(found, expected):
 
 @torch.no_grad()
 def begin_alike(bench, other):
-    """Change weights and state of ``bench``, and give ``other`` the same: rounding has moved them apart."""
+    """Change weights and state of ``bench``, and give ``other`` the same: rounding has moved them apart.
+
+    What ``other`` then gives for a checkpoint is what it took from one, bit for bit.
+    """
     wanted, parameters = parameters_of(bench), parameters_of(other)
-    kept = bench.backend.optimizer_tensors({id(p): n for n, p in wanted.items()})
+    names = [{id(p): n for n, p in own.items()} for own in (wanted, parameters)]
+    state = {n: 0.5 * t for n, t in bench.backend.optimizer_tensors(names[0]).items()}
     for name, parameter in wanted.items():
         parameter.mul_(0.9)
         if other.actor.parts is None or name not in other.actor.parts.stream():
@@ -302,4 +306,11 @@ def begin_alike(bench, other):
     if other.actor.parts is not None:
         other.actor.parts.load(wanted)
     for one, own in ((bench, wanted), (other, parameters)):
-        one.backend.load_optimizer({n: 0.5 * t for n, t in kept.items()}, own)
+        one.backend.load_optimizer(state, own)
+    assert_same_bits(other.backend.optimizer_tensors(names[1]), state)
+    assert_same_bits({name: weights_of(other)[name] for name in wanted}, wanted)
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []

@@ -19,6 +19,7 @@ from learner_benches import (
     assert_a_gradient_that_is_not_finite_moves_nothing,
     assert_an_interrupt_while_sampling_leaves_the_ranks_usable,
     assert_ranks_sample_as_one_does,
+    assert_same_bits,
     assert_same_numbers,
     moments,
     parameters_of,
@@ -66,8 +67,10 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
                     parameter.mul_(0.9)
             bench.critic.rescale("a", 2.0, 0.5)
             parameters = parameters_of(bench)
-            kept = bench.backend.optimizer_tensors({id(p): n for n, p in parameters.items()})
-            bench.backend.load_optimizer({n: 0.5 * t for n, t in kept.items()}, parameters)
+            names = {id(p): n for n, p in parameters.items()}
+            state = {n: 0.5 * t for n, t in bench.backend.optimizer_tensors(names).items()}
+            bench.backend.load_optimizer(state, parameters)
+            assert_same_bits(bench.backend.optimizer_tensors(names), state)
         own, all_states = (b.main.optimizer.state_bytes for b in (group, alone))
         assert 0 < own < all_states  # each rank has been given its own
         for _ in range(2):
