@@ -31,6 +31,7 @@ from speed import machine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+ENGINES = "tests/gpu/test_gpu_engines.py"
 FOLLOWS = "tests/gpu/test_gpu_run.py::test_vllm_on_the_device_follows_the_actor"
 
 NCCL = """
@@ -121,12 +122,19 @@ def parts(directory: Path, *, tiny: bool) -> list[Part]:
         Part(
             "tests",
             6,
-            tests("tests/gpu/test_gpu_run.py", "tests/integration/test_gpu_benchmark.py", "-k", "not vllm"),
+            tests(
+                ENGINES,
+                "tests/gpu/test_gpu_run.py",
+                "tests/integration/test_gpu_benchmark.py",
+                "-k",
+                "not vllm",
+            ),
         ),
         Part("nccl", 2, [python, "-c", NCCL, "gloo" if tiny else "nccl"]),
         Part("hf", 7, figures("hf", "hf", "none")),
         # an engine in a process is the only one there: vLLM's memory for sleep and its settings are global
         *(Part(f"vllm_sleep_{level}", 3, tests(f"{FOLLOWS}[{level}]"), needs="vllm") for level in (0, 1, 2)),
+        Part("vllm_contract", 3, tests(f"{ENGINES}::test_vllm_keeps_the_contract"), needs="vllm"),
         Part("vllm_handles", 3, tests("tests/gpu/test_gpu_vllm.py"), needs="vllm"),
         Part("vllm", 8, figures("vllm", "vllm", "none"), needs="vllm"),
         Part("tests_ranks", 3, tests("tests/gpu/test_gpu_ranks.py")),

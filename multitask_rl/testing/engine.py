@@ -37,10 +37,9 @@ def sampled_logprobs(
 ) -> Tensor:
     """Return the log-probabilities of ``response_ids`` under the distribution that is sampled: [T] float32.
 
-    Temperature 0 counts as temperature 1 without filters.
+    They are on the CPU, wherever ``model`` is. Temperature 0 counts as temperature 1 without filters.
     """
-    ids = torch.tensor([[*prompt_ids, *response_ids]])
-    logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float()
+    logits = _logits(model, prompt_ids, response_ids)
     tokens = torch.tensor(list(response_ids))
     if sampling.suppressed_ids:
         logits = suppress(logits, torch.tensor(sampling.suppressed_ids))
@@ -48,6 +47,13 @@ def sampled_logprobs(
         logits = keep_top(logits / sampling.temperature, sampling.top_k, sampling.top_p, keep=tokens)
     logprobs: Tensor = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return logprobs
+
+
+def _logits(model: Any, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> Tensor:
+    """Return the logits of ``response_ids``: [T, V] float32, on the CPU."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]], device=next(model.parameters()).device)
+    logits: Tensor = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].float().cpu()
+    return logits
 
 
 def tiny_actor(seed: int = 0) -> Actor:
@@ -111,7 +117,7 @@ def _ids(results: Sequence[Sequence[Generation]]) -> list[list[list[int]]]:
 def check_built_engine(
     engine: RolloutEngine, model: Any, tokenizer: Any, tolerance: float = 1e-4
 ) -> list[Finding]:
-    """Check that ``engine`` keeps its contract with ``model``, whose weights it holds, on the CPU.
+    """Check that ``engine`` keeps its contract with ``model``, whose weights it holds.
 
     The model must end some of its responses by itself within 24 tokens and none of them always. Its weights
     are changed on the way and put back, as are the engine's (at a later ``policy_version``).
@@ -170,8 +176,7 @@ def check_built_engine(
 
     def greedy() -> None:
         prompt, response = requests[3].prompt_ids, results[3][0].response_ids
-        logits = model(input_ids=torch.tensor([[*prompt, *response]])).logits
-        assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == response
+        assert _logits(model, prompt, response).argmax(-1).tolist() == response
 
     def suppressed() -> None:
         never = tuple(sorted({sample.response_ids[0] for sample in results[0]}))
@@ -211,7 +216,8 @@ def check_built_engine(
         before = {name: value.clone() for name, value in model.state_dict().items()}
         generator = torch.Generator().manual_seed(0)
         for parameter in model.parameters():
-            parameter.add_(0.1 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter.add_(0.1 * parameter.std() * noise)
         try:
             push(version + 1)
             updated = engine.generate(requests)
