@@ -445,6 +445,23 @@ def test_doctor_names_a_version_that_an_extra_does_not_take(
     assert "pip install 'multitask-rl[mlflow]'" in told
 
 
+def test_doctor_misses_the_package_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run from a checkout that is not installed: without entry points there is no plugin."""
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "multitask-rl":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["doctor"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"^broken +multitask-rl +not installed\n +-> pip install -e \.", told, re.MULTILINE)
+
+
 def test_console_script_is_installed() -> None:
     script = Path(sys.executable).with_name("multitask-rl")
     done = subprocess.run(
