@@ -54,6 +54,13 @@ def test_malformed_device_is_refused(text: str) -> None:
         parse_devices(text)
 
 
+def test_a_mistyped_range_is_refused_before_it_is_counted() -> None:
+    for text in ("cuda:0-99999999999", "cpu:0-5000", "cuda:0-3000,4000-6000"):
+        with pytest.raises(ConfigError, match="more than 4096 devices"):
+            parse_devices(text)
+    assert len(parse_devices("cuda:0-4095").indices) == 4096
+
+
 def test_reference_map_parses_where_the_devices_exist() -> None:
     parsed = parse_device_map({"actor": "cuda:0-3", "critic": "cuda:4-5", "reward.code": "cpu"}, num_cuda=6)
     assert parsed["actor"].indices == (0, 1, 2, 3)
