@@ -1,9 +1,11 @@
-"""Print a script that completes commands, options and configuration keys in a shell.
+"""Print a script that completes commands, options, keys, experiments and names of tasks in a shell.
 
     source <(multitask-rl completion bash)      # zsh: the same; fish: multitask-rl completion fish | source
 
-Put the line into the shell's start file. Commands and options come from the help of each command, keys from
-the configuration: print the script again after an update.
+Put the line into the shell's start file; in zsh, ``autoload -U compinit && compinit`` comes before it.
+Commands and options come from the help of each command, keys from the configuration. Experiments are those of
+``--config-dir`` (else ``configs``); tasks are those of the tasks file, experiment or run on the line, else of
+``tasks.yaml``.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import argparse
 import contextlib
 import io
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from multitask_rl.cli import COMMANDS, run_command
-from multitask_rl.config.editor_schemas import run_schema
+from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.plugins import GUARDS, ROLLOUT_ENGINES, SCHEDULERS, TRAINING_BACKENDS, list_plugins
 from multitask_rl.testing.scaffold import KINDS
 
@@ -38,19 +41,52 @@ _NAMES = {
     "training.backend": TRAINING_BACKENDS,
 }
 
-_BASH = """\
-_multitask_rl() {
-    local line="${COMP_LINE:0:COMP_POINT}" cur words before
-    cur="${line##* }"
-    before="${line% *}"
-    before="${before#*multitask-rl}"
-    words="$(_multitask_rl_words $before)"
-    COMPREPLY=($(compgen -W "$words" -- "$cur"))
-    [[ "$cur" == *=* && "$COMP_WORDBREAKS" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${cur%%=*}="}")
-    [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *= ]] && compopt -o nospace 2>/dev/null
-    return 0
+_OWN = r"""
+begun=$1; shift
+folder=configs; files=; before=
+for word; do
+    case "$before" in --config-dir | -cd) folder=$word ;; esac
+    case "$word" in
+    --config-dir=*) folder=${word#*=} ;;
+    tasks_file=*) files="$files ${word#*=}" ;;
+    +*=*)
+        word=${word#+}
+        word=$(sed -n "s/^tasks_file: *//p" "$folder/${word%%=*}/${word#*=}.yaml" 2>/dev/null)
+        files="$files${word:+ $word}" ;;
+    *.yaml) files="$files $word" ;;
+    *) [ -f "$word/config.yaml" ] && files="$files $word/config.yaml" ;;
+    esac
+    before=$word
+done
+tasks() {
+    for file in ${files:-tasks.yaml}; do
+        sed -n "/^tasks:/,/^[^ #-]/{
+            s/^ \{0,2\}- *name: *[\"']\{0,1\}\([A-Za-z0-9_.-]*\).*/\1/p
+            s/^  \([A-Za-z0-9_.-]*\):.*/\1/p
+        }" "$file" 2>/dev/null
+    done
 }
+case "$1: $before $begun" in
+rescore:*\ --task=*) for task in $(tasks); do echo "--task=$task"; done ;;
+rescore:\ --task\ *) tasks ;;
+COMMANDS)
+    case "$begun" in
+    +*) for file in "$folder"/*/*.yaml; do
+        [ -f "$file" ] && file=${file#"$folder/"} && file=${file%.yaml} && echo "+${file%/*}=${file#*/}"
+    done ;;
+    tasks.*.*) for task in $(tasks); do for key in KEYS; do echo "tasks.$task.$key="; done; done ;;
+    tasks.*) for task in $(tasks); do echo "tasks.$task."; done ;;
+    esac ;;
+esac
+"""
+"""Shell: what only the files at hand know, for the word begun and the words before it."""
+
+_WORDS = """\
+_multitask_rl_own=OWN
 _multitask_rl_words() {
+    local own="$(sh -c "$_multitask_rl_own" sh "$@")"
+    [ -n "$own" ] && echo "$own" && return
+    shift
     case "$1 $2" in
 PAIRS
     *) case "$1" in
@@ -59,7 +95,32 @@ SINGLE
         esac ;;
     esac
 }
+"""
+
+_BASH = """\
+_multitask_rl() {
+    local line="${COMP_LINE:0:COMP_POINT}" cur words before
+    cur="${line##* }"
+    before="${line% *}"
+    before="${before#*multitask-rl}"
+    words="$(_multitask_rl_words "$cur" $before)"
+    COMPREPLY=($(compgen -W "$words" -- "$cur"))
+    [[ "$cur" == *=* && "$COMP_WORDBREAKS" == *=* ]] && COMPREPLY=("${COMPREPLY[@]#"${cur%%=*}="}")
+    [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=.] ]] && compopt -o nospace 2>/dev/null
+    return 0
+}
 complete -o default -F _multitask_rl multitask-rl
+"""
+
+_ZSH = """\
+_multitask_rl() {
+    local found=(${=$(_multitask_rl_words "${words[CURRENT]}" "${(@)words[2,CURRENT-1]}")})
+    found=(${(M)found:#${(b)words[CURRENT]}*})
+    compadd -S '' -- ${(M)found:#*[=.]}
+    compadd -- ${found:#*[=.]}
+    (( $#found )) || _files
+}
+compdef _multitask_rl multitask-rl
 """
 
 
@@ -76,13 +137,19 @@ def main(arguments: Sequence[str]) -> int:
     if shell == "fish":
         print(_fish(words))
         return 0
-    if shell == "zsh":
-        print("autoload -U +X bashcompinit && bashcompinit")
     pairs = {before: own for before, own in words.items() if " " in before}
     single = {before: own for before, own in words.items() if before and before not in pairs}
-    script = _BASH.replace("PAIRS", _cases(pairs, 4)).replace("SINGLE", _cases(single, 8))
-    print(script.replace("FIRST", " ".join(words[""])), end="")
+    script = _WORDS.replace("PAIRS", _cases(pairs, 4)).replace("SINGLE", _cases(single, 8))
+    script = script.replace("FIRST", " ".join(words[""])).replace("OWN", shlex.quote(_own()))
+    print(script + (_ZSH if shell == "zsh" else _BASH), end="")
     return 0
+
+
+def _own() -> str:
+    (mapped, _) = tasks_schema()["properties"]["tasks"]["anyOf"]
+    commands = " | ".join(f"{name}:*" for name in WITH_KEYS)
+    keys = " ".join(mapped["additionalProperties"]["properties"])
+    return _OWN.replace("COMMANDS", commands).replace("KEYS", keys)
 
 
 def completions() -> dict[str, list[str]]:
@@ -145,4 +212,13 @@ def _fish(words: Mapping[str, Sequence[str]]) -> str:
             continue
         seen = " ".join(f"; and __fish_seen_subcommand_from {word}" for word in before.split())
         lines.append(f"complete -c multitask-rl -n '{seen[6:]}' -a '{' '.join(own)}'")
+    own = _own().replace("\\", "\\\\").replace("'", "\\'")
+    lines += [
+        "function _multitask_rl_own",
+        "    set -l words (commandline -opc)",
+        "    set -l begun (commandline -ct)",
+        f"    sh -c '{own}' sh \"$begun\" $words[2..-1]",
+        "end",
+        "complete -c multitask-rl -a '(_multitask_rl_own)'",
+    ]
     return "\n".join(lines)

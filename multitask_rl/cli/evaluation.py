@@ -22,11 +22,8 @@ from multitask_rl.config.run import RECORD, RunConfig, recorded_config
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingSettings, TaskEvaluation
-from multitask_rl.run.plan import load_specs
-from multitask_rl.step.evaluation import append_evaluations, evaluation_row
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import read_run
-from multitask_rl.training.checkpoint import model_directory
 
 _TOLD = ("max_new_tokens", "top_p", "top_k")
 
@@ -57,6 +54,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options, overrides = parser.parse_known_args(arguments)
+    from multitask_rl.training.checkpoint import model_directory  # heavy: torch
+
     if TRUST not in overrides:
         refuse_code_in(options.tasks)
     if options.other == options.model:
@@ -100,6 +99,9 @@ def _sampled_as(run: Path, config: RunConfig, given: Collection[str]) -> RunConf
 
 
 def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[str, str]) -> None:
+    from multitask_rl.run.plan import load_specs  # heavy: torch, transformers
+    from multitask_rl.step.evaluation import append_evaluations, evaluation_row
+
     config = replace(
         config,
         tasks_file=options.tasks,
