@@ -88,7 +88,7 @@ def _share(text: str) -> float:
 def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:
     document, where = load_yaml(CONFIG)
     config: RunConfig = build_dataclass(RunConfig, document, where)
-    here = Path.cwd()
+    here, directory = Path.cwd(), options.directory.resolve()
 
     def shown(path: Path) -> str:
         """As the configuration's file names it, so that runs of both compare as equal."""
@@ -98,7 +98,8 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
         config,
         tasks_file=shown(prepared.tasks_file),
         model=replace(config.model, name_or_path=shown(prepared.actor)),
-        output_dir=shown(options.directory.resolve() / "run"),
+        output_dir=shown(directory / "run"),
+        tracking=replace(config.tracking, uri=f"sqlite:///{shown(directory / 'mlflow.db')}"),
         seed=options.seed,
         max_steps=options.max_steps or config.max_steps,
     )

@@ -26,7 +26,8 @@ def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
             assert figures[side]["low"] <= figures[side]["mean"] <= figures[side]["high"]
             assert figures[side]["n"] == 256
     assert "held-out prompts, before and after 1 steps" in done.stdout
-    assert "mlflow ui" in done.stdout
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db" in done.stdout
+    assert (tmp_path / "mlflow.db").exists()
     rollouts = [json.loads(line) for line in (tmp_path / "run/rollouts.jsonl").read_text().splitlines()]
     graded = [r["breakdown"]["code_evaluator"]["components"] for r in rollouts if r["task"] == "code"]
     assert graded
