@@ -72,21 +72,22 @@ _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
 """What ``fetch_run`` needs beside metrics and events, from the output directory."""
 _MADE_WITHIN_S = 600.0
 """A database that is being made is not older."""
-_AT_A_GLANCE = "at_a_glance/"
+_AT_A_GLANCE, _NEXT = "at_a_glance/", "at_a_glance_training/"
 _HEADLINES = {
     r"task/([^/]+)/eval": rf"{_AT_A_GLANCE}held_out.\1",
     r"eval/score": f"{_AT_A_GLANCE}held_out",
     r"worst/eval": f"{_AT_A_GLANCE}held_out_worst",
     r"task/([^/]+)/reward_mean": rf"{_AT_A_GLANCE}reward.\1",
     r"task/([^/]+)/weight": rf"{_AT_A_GLANCE}share.\1",
-    r"train/loss": f"{_AT_A_GLANCE}training.loss",
-    r"task/([^/]+)/kl": rf"{_AT_A_GLANCE}training.kl.\1",
-    r"task/([^/]+)/entropy": rf"{_AT_A_GLANCE}training.entropy.\1",
-    r"time/step_s": f"{_AT_A_GLANCE}training.seconds_per_step",
+    r"train/loss": f"{_NEXT}loss",
+    r"task/([^/]+)/kl": rf"{_NEXT}kl.\1",
+    r"task/([^/]+)/entropy": rf"{_NEXT}entropy.\1",
+    r"time/step_s": f"{_NEXT}seconds_per_step",
 }
-"""What a person looks at first: metric -> its second name, in the group that MLflow shows above all.
+"""What a person looks at first: metric -> its second name, in the groups that MLflow shows above all.
 
-MLflow orders the curves of a group by name: held out, reward, share, training.
+MLflow orders the curves of a group by name: held out, reward, share; eight of two tasks. The second group
+says how the training goes.
 """
 _Point = tuple[str, float, int, int]
 """Metric, value, milliseconds since 1970, step."""
@@ -415,7 +416,7 @@ class MLflowTracker(Tracker):
                     if self._stored[name, step] > 0:
                         self._stored[name, step] -= 1
                     else:
-                        kind = first if name.startswith(_AT_A_GLANCE) else new
+                        kind = first if name.startswith((_AT_A_GLANCE, _NEXT)) else new
                         kind.append(Metric(name, value, time_ms, step))
         new = first + new
         for index in range(0, len(new), MAX_PER_BATCH):
@@ -425,7 +426,7 @@ class MLflowTracker(Tracker):
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
         last = self._last_kept.get(name, step)
-        is_headline = name.startswith(_AT_A_GLANCE) or _headlines(name)
+        is_headline = name.startswith((_AT_A_GLANCE, _NEXT)) or _headlines(name)
         if last < step < last + step // (_HEADLINE_RESOLUTION if is_headline else _RESOLUTION):
             return False
         self._last_kept[name] = step
