@@ -69,7 +69,7 @@ function showArms(body, data) {
     arms.length > 1 ? make("p", { class: "small muted" }, `▲ better, ▼ worse than ${arms[0].name}: at 5 % over all ${result.num_verdicts} verdicts of this page together (Holm)`)
       : make("p", {}, `One arm: these runs differ in the seed alone (${arms[0].seeds.join(", ")}), so there is nothing to compare it with. --each-run compares the runs.`));
   const trained = Object.keys(result.effects);
-  const cell = row => row ? make("span", { class: verdicts[row.verdict] || "muted", title: row.verdict }, `${digits(row.delta)} ${ends(row)}`) : "–";
+  const cell = row => row ? make("span", { class: verdicts[row.verdict] || "muted", title: row.verdict }, `${signed(writerOf(row)(row.delta))} ${intervalOf(row)}`) : "–";
   if (trained.length) body.append(make("p"), table("Training on one task (row) changed a held-out result (column) from first to last evaluation; coloured: better or worse at 5 % over the whole matrix (Holm)",
     ["training on", ...data.tasks], trained.map(name => [name, ...data.tasks.map(task => cell(result.effects[name][task]))])));
 }
@@ -106,7 +106,7 @@ function showDifferences(body, data) {
         ["task", "verdict", "base", "other", "difference", "interval", `−${digits(most)} … ${digits(most)}`, "metric", "runs", "prompts", "paired by"],
         rows.map(([task, row]) => [task,
           make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || `p = ${digits(row.p_value)}` }, row.verdict),
-          row.before, row.after, row.delta, ends(row), bar(row, most), row.metric, row.seeds.join(" + "), row.n, paired(row)])),
+          ...[row.before, row.after].map(writerOf(row)), signed(writerOf(row)(row.delta)), intervalOf(row), bar(row, most), row.metric, row.seeds.join(" + "), row.n, paired(row)])),
       make("ul", { class: "plain small" }, rows.filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
       one.only_in_one.length ? make("p", { class: "small" }, `Tasks in only one of them: ${one.only_in_one.join(", ")}`) : "",
       make("p", { class: "small muted" }, "Where both arms have several runs, the interval is that of other seeds and other prompts, else that of other prompts. Each stands alone. Verdicts are read together: p-values are corrected for all of this page (Holm)."));

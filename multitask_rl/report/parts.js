@@ -23,6 +23,24 @@ function digits(value) {
   return String(+value.toPrecision(4));
 }
 
+/**
+ * Return a function that writes numbers of a row with as many decimals as give half of its interval two
+ * digits, as the command does; with four digits where there is no interval.
+ */
+function writerOf({ low, high }) {
+  const half = low === null || low === undefined ? NaN : (high - low) / 2;
+  const places = half > 0 && half < Infinity ? Math.max(0, 1 - Math.floor(Math.log10(half))) : 7;
+  return value => typeof value !== "number" || places > 6 ? digits(value) : (+value.toFixed(places) + 0).toFixed(places);
+}
+
+const signed = text => /^[1-9]|^0\.\d*[1-9]/.test(text) ? `+${text}` : text;
+
+/** Return the 95 % interval of a row. */
+function intervalOf(row) {
+  const write = writerOf(row);
+  return row.low === null ? "–" : `[${signed(write(row.low))}, ${signed(write(row.high))}]`;
+}
+
 /** Return seconds as a person says them. */
 function duration(seconds) {
   if (seconds < 100) return `${digits(+seconds.toPrecision(3))} s`;

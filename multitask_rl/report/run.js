@@ -44,8 +44,8 @@ function showOverview(data) {
   refresh(body, [data.alarms, result.tasks, data.tiles, result.influence, result.constraints, data.gradients], () => {
     const verdicts = { better: "good", worse: "bad" };
     const rows = Object.entries(result.tasks).map(([task, row]) => [task,
-      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict), row.before, row.after, row.delta,
-      row.low === null ? "–" : `[${digits(row.low)}, ${digits(row.high)}]`, row.n, row.metric]);
+      make("span", { class: verdicts[row.verdict] || "muted", title: row.reason || "" }, row.verdict), ...[row.before, row.after].map(writerOf(row)),
+      signed(writerOf(row)(row.delta)), intervalOf(row), row.n, row.metric]);
     const limits = result.constraints.map(row => [`${row.task} · ${row.constraint}`, row.before, row.violation_rate, row.upper_bound, row.limit,
       make("span", { class: row.satisfied ? "good" : "bad" }, row.satisfied ? "kept" : "not shown to be kept")]);
     return [
@@ -79,7 +79,7 @@ function changed({ turnover, influence }) {
     const of = [...new Set(effects.map(row => row.task))];
     const cell = (task, other) => {
       const row = effects.find(one => one.trained === task && one.task === other);
-      return make("span", { class: kinds[row.verdict] || "muted", title: row.verdict }, `${digits(row.effect)} [${digits(row.low)}, ${digits(row.high)}]`);
+      return make("span", { class: kinds[row.verdict] || "muted", title: row.verdict }, `${signed(writerOf(row)(row.effect))} ${intervalOf(row)}`);
     };
     found.push(table("Training on a task (row) changed a held-out result (column): in a mean interval between evaluations with prompts of that task alone, estimated from shares that change together",
       ["training on", ...of], trained.map(task => [task, ...of.map(other => cell(task, other))])));
