@@ -6,7 +6,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/python requirements/install.py
 IS_SUPPORTED := import sys, venv; raise SystemExit(not (3, 11) <= sys.version_info[:2] < (3, 14))
-TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+# what is compiled once is kept: a hundred processes import it
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .DEFAULT_GOAL := help
 .PHONY: help demo real gpu test lint types unit browser docs notebooks site clean
