@@ -40,6 +40,10 @@ __all__ = [
 ]
 
 REWARDS = """
+from multitask_rl.scoring.shapes import with_traits
+
+
+@with_traits(isolate=False)
 def starts_right(response, reference):
     return float(response[:1] == reference[:1]) if response else 0.0
 
@@ -48,9 +52,11 @@ def is_short(response):
     return 1.0 / (1.0 + len(response))
 
 
+@with_traits(isolate=False)
 def has_no_digit(response):
     return float(any(c.isdigit() for c in response))
 """
+"""``is_short`` runs in a worker process, the others in the trainer's: both ways, for one start."""
 
 ECHO = """
   echo:

@@ -44,12 +44,6 @@ PLUGINS = {
         "    return 1.0\n"
     ),
 }
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-with_traits(isolate=False)(starts_right)
-"""
 SMALL = [
     "num_threads=1",
     "rollout.max_new_tokens=3",
@@ -69,8 +63,6 @@ def space(tmp_path_factory):
     """Actor, data, rewards and a finished run of two steps under ``done``."""
     directory = tmp_path_factory.mktemp("bad")
     write_run(directory, TASK)
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # without a worker process; those of PLUGINS have one
     for name, text in PLUGINS.items():
         (directory / f"{name}.py").write_text(text)
     with pytest.MonkeyPatch.context() as patch:

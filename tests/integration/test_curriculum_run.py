@@ -15,13 +15,6 @@ tasks:
   digit: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}
 """
 
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (starts_right,):
-    with_traits(isolate=False)(_plugin)
-"""
 FEW = EvalConfig(every=2, num_prompts=4)
 
 
@@ -32,8 +25,6 @@ def with_curriculum(text: str) -> str:
 def start(directory, text):
     directory.mkdir()
     write_run(directory, with_curriculum(text), num_rows=40)
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # without a worker process
     return directory
 
 

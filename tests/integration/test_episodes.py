@@ -94,13 +94,6 @@ class Counter:
 )
 
 IN_LOCKSTEP = RolloutConfig(max_new_tokens=4, lockstep=True)
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (is_short, has_no_digit):
-    with_traits(isolate=False)(_plugin)
-"""
 MIXED = (
     """
 tasks:
@@ -111,12 +104,8 @@ tasks:
 
 
 def write(directory, tasks=TASKS + ECHO):
-    """Write a run of which one reward has a worker process; the others are called in this one."""
     (directory / "worlds.py").write_text(WORLD)
-    file = write_run(directory, tasks)
-    with (directory / "rewards.py").open("a") as stream:
-        stream.write(HERE)
-    return file
+    return write_run(directory, tasks)
 
 
 def stored(directory, task="echo"):

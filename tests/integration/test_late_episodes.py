@@ -64,21 +64,12 @@ tasks:
   slow: {{type: grpo, dataset: digit.jsonl, environment: worlds.py:Slow, max_turns: 3, weight: 3,
     environment_config: {{log: {log}}}}}
 """
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (starts_right,):
-    with_traits(isolate=False)(_plugin)
-"""
 PROMPTS, SIZE, QUORUM = 8, 2, 0.6
 
 
 def write(directory):
     (directory / "worlds.py").write_text(SLOW)
     write_run(directory, TASKS.format(log=directory / "log"))
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # without a worker process
 
 
 def late_config(directory, steps, max_staleness=1, **changes):

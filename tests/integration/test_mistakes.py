@@ -22,12 +22,6 @@ SMALL = [
     *("guard.enabled=false", "max_steps=1"),
 ]
 TRAIN = ["train", "tasks_file=tasks.yaml", "model.name_or_path=actor", "output_dir=out", *SMALL]
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-with_traits(isolate=False)(starts_right)
-"""
 VALIDATE = ["tasks", "validate", "tasks.yaml"]
 """Reads tasks files as ``train`` does, without composing a configuration."""
 ROW = '{"prompt": "a", "reference": "b"}\n'
@@ -344,8 +338,6 @@ def space(tmp_path_factory):
     """A model, data, rewards; a finished run ``done``, one in use ``held``; models that lack something."""
     directory = tmp_path_factory.mktemp("mistakes")
     write_run(directory, json.dumps({"tasks": {"copy": TASK}}))
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # without a worker process; ``own.py`` has one
     for name in ("other", "bare", "empty"):
         shutil.copytree(directory / "actor", directory / name)
     for path in [*(directory / "bare").glob("tokenizer*"), *(directory / "empty").glob("*.safetensors")]:

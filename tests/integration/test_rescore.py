@@ -33,13 +33,6 @@ tasks:
       - {plugin: rewards.py:has_no_digit, mode: penalty}
 """
 
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (is_short, has_no_digit):
-    with_traits(isolate=False)(_plugin)
-"""
 NEW = """
 def starts_wrong(response, reference):
     return 1.0 - float(response[:1] == reference[:1]) if response else 1.0
@@ -54,8 +47,6 @@ def needs_more(response, gold_program):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("rescored")
     write_run(directory, TASKS)
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # one reward has a worker process
     train(run_config(directory, "run", 2, eval=EvalConfig(every=0, num_prompts=4)))
     (directory / "new.py").write_text(NEW)
     return directory

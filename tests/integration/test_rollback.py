@@ -17,13 +17,6 @@ ONE_TASK = """
 tasks:
   copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
 """
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (starts_right,):
-    with_traits(isolate=False)(_plugin)
-"""
 LEARNT = 40
 SETTINGS = {
     "batch": BatchConfig(prompts_per_step=16, group_size=8),
@@ -39,8 +32,6 @@ def learnt(tmp_path_factory):
     """A run in which ``copy`` is learnt within ``LEARNT`` steps and judged by 150 held-out prompts."""
     directory = tmp_path_factory.mktemp("run")
     write_run(directory, ONE_TASK, num_rows=1500)
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)  # without a worker process
     with Trainer.from_config(run_config(directory, "learnt", LEARNT, **SETTINGS)) as trainer:
         last = trainer.train()["copy"].values
     return directory, sum(last) / len(last)

@@ -27,30 +27,16 @@ from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
-from run_builders import TASKS, lines, run_config, train, undocumented, weights_hash, write_run
+from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
-HERE = """
-
-from multitask_rl.scoring.shapes import with_traits
-
-for _plugin in (is_short, has_no_digit):
-    with_traits(isolate=False)(_plugin)
-"""
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
-
-
-def write(directory, tasks=TASKS, **rows):
-    """Write a run of which one reward has a worker process; the others are called in this one."""
-    write_run(directory, tasks, **rows)
-    with (directory / "rewards.py").open("a") as file:
-        file.write(HERE)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of 5 steps without interruption, and what nodes of one's own saw in it."""
     directory = tmp_path_factory.mktemp("run")
-    write(directory)
+    write_run(directory)
     trainer = Trainer.from_config(run_config(directory, "whole", 5))
     seen: list[Scored] = []
     losses: list[float] = []
@@ -198,11 +184,11 @@ def test_a_checkpoint_is_an_ordinary_model_directory(finished):
 
 
 def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path):
-    write(tmp_path)
+    write_run(tmp_path)
     first = train(run_config(tmp_path, "out", 1))
     tasks = (tmp_path / "tasks.yaml").read_text()
     changed = tasks.replace("  copy:\n", "  echo:\n    renamed_from: copy\n").replace("  clean:", "  fresh:")
-    write(tmp_path, changed)
+    write_run(tmp_path, changed)
     second = Trainer.from_config(run_config(tmp_path, "out", 2))
     second._open()
     assert second.step == 1
@@ -214,7 +200,7 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path):
     second.train()
     assert second.step == 2
     kept = changed.replace("from: copy", "from: fresh")
-    write(tmp_path, kept[: kept.index("  fresh:")])
+    write_run(tmp_path, kept[: kept.index("  fresh:")])
     with Trainer.from_config(run_config(tmp_path, "out", 3)) as third:
         third._open()
         saved = second.scheduler.state_dict()["policy_state"]["traces"]
@@ -239,7 +225,7 @@ def test_control_tokens_may_come_and_go_between_runs(tmp_path, before, after):
     task = task.replace("KL", "kl: {coefficient: 0.05}")
 
     def build(quantiles, steps):
-        write(tmp_path, task + (QUARK % quantiles if quantiles else ""), num_rows=24)
+        write_run(tmp_path, task + (QUARK % quantiles if quantiles else ""), num_rows=24)
         config = run_config(
             tmp_path,
             "out",
@@ -372,7 +358,7 @@ def test_interrupts_while_sampling_evaluating_and_judging_lose_no_step_and_no_ve
 
 
 def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatch, caplog):
-    write(tmp_path, ONE_TASK)
+    write_run(tmp_path, ONE_TASK)
     trainer = Trainer.from_config(run_config(tmp_path, "out", 2))
 
     def broken(scored: Scored) -> Scored:
@@ -389,7 +375,7 @@ def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatc
 
 def test_the_best_checkpoint_is_the_lowest_where_lower_is_better(tmp_path):
     tasks = ONE_TASK.replace("{type", "{higher_is_better: false, type").replace("starts_right", "is_short")
-    write(tmp_path, tasks)
+    write_run(tmp_path, tasks)
     trainer = train(run_config(tmp_path, "out", 2))
     for step, evaluations in trainer.history:
         values = evaluations["copy"].values
@@ -418,7 +404,7 @@ def test_bad_settings_are_one_clear_error_before_training(finished, changes, err
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
-    write(tmp_path, ONE_TASK)
+    write_run(tmp_path, ONE_TASK)
     rows = [{"id": i, "prompt": "a" * (5 if i % 2 else 300), "reference": "a"} for i in range(60)]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     trainer = train(run_config(tmp_path, "out", 1))
@@ -437,7 +423,7 @@ def only_threads(before):
 
 
 def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
-    write(tmp_path, ONE_TASK)
+    write_run(tmp_path, ONE_TASK)
     before = set(threading.enumerate())
     with Trainer.from_config(run_config(tmp_path, "out", 5)) as trainer:
         trainer.train_step()
