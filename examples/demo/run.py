@@ -73,6 +73,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--max-steps", type=int, default=0, help="training steps (default: the configuration's)"
     )
     parser.add_argument(
+        "--eval-prompts", type=int, default=0, help="held-out prompts per task (default: the configuration's)"
+    )
+    parser.add_argument(
         "--effort", type=_share, default=1.0, help="share of the preparation's training: quicker and worse"
     )
     return parser.parse_args(arguments)
@@ -102,6 +105,7 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
         tracking=replace(config.tracking, uri=f"sqlite:///{shown(directory / 'mlflow.db')}"),
         seed=options.seed,
         max_steps=options.max_steps or config.max_steps,
+        eval=replace(config.eval, num_prompts=options.eval_prompts or config.eval.num_prompts),
     )
 
 

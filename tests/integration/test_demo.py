@@ -9,7 +9,8 @@ import pytest
 from forked import run_forked
 
 ROOT = Path(__file__).parents[2]
-SHORT = ["--max-steps", "1", "--effort", "0.05"]
+PROMPTS = 32
+SHORT = ["--max-steps", "1", "--effort", "0.05", "--eval-prompts", str(PROMPTS)]
 
 
 @pytest.mark.slow
@@ -24,7 +25,7 @@ def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
         for side in ("before", "after"):
             assert set(figures[side]) == {"mean", "low", "high", "n"}
             assert figures[side]["low"] <= figures[side]["mean"] <= figures[side]["high"]
-            assert figures[side]["n"] == 256
+            assert figures[side]["n"] == PROMPTS
     assert "held-out prompts, before and after 1 steps" in done.stdout
     assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db" in done.stdout
     assert (tmp_path / "mlflow.db").exists()
@@ -34,5 +35,5 @@ def test_the_demo_prepares_trains_and_writes_its_summary(tmp_path):
     assert all(math.isfinite(g["tests"]) and math.isfinite(g["codebleu"]) for g in graded)
     evaluated = [json.loads(line) for line in (tmp_path / "run/evaluations.jsonl").read_text().splitlines()]
     passed = [share for row in evaluated if row["task"] == "code" for share in row["values"]]
-    assert len(passed) == 2 * 256
+    assert len(passed) == 2 * PROMPTS
     assert len(set(passed)) > 1, "programs ran: some pass more tests than others"
