@@ -42,10 +42,18 @@ def cluster(monkeypatch):
         cluster.shutdown()
 
 
-def assert_same(local, remote, directory):
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """What four steps of the run give in this process, and its directory."""
+    directory = tmp_path_factory.mktemp("cluster")
+    write_run(directory)
+    return train(run_config(directory, "local", 4)), directory
+
+
+def assert_same(local, remote, directory, name="ray"):
     tokens = [
         [json.loads(line)["response_ids"] for line in lines(directory / run, "rollouts.jsonl")]
-        for run in ("local", "ray")
+        for run in ("local", name)
     ]
     assert tokens[0] == tokens[1]
     theirs = remote.actor.model.state_dict()
@@ -81,11 +89,10 @@ def remove(cluster, node):
         time.sleep(0.1)
 
 
-def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, cluster, caplog):
+def test_a_run_goes_on_when_one_node_joins_and_another_dies(local, cluster, caplog):
     import ray
 
-    write_run(tmp_path)
-    local = train(run_config(tmp_path, "local", 4))
+    local, directory = local
     # one holds the replica, one the reward pool
     first, _ = [cluster.add_node(num_cpus=1) for _ in range(2)]
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
@@ -94,12 +101,12 @@ def test_a_run_goes_on_when_one_node_joins_and_another_dies(tmp_path, cluster, c
         cluster.add_node(num_cpus=1)
         remove(cluster, first)
 
-    remote = Trainer.from_config(run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig()))
+    remote = Trainer.from_config(run_config(directory, "joins", 4, executor="ray", ray=RayConfig()))
     remote.insert_stage(AtStep({2: change}), after="rewards")
     remote.train()
     assert sum(node["Alive"] for node in ray.nodes()) == 3
     assert "rollout replica 0 died" in caplog.text or "reward pool 0 died" in caplog.text
-    assert_same(local, remote, tmp_path)
+    assert_same(local, remote, directory, "joins")
 
 
 def test_replicas_join_and_leave_as_the_cluster_has_room(tmp_path, cluster):
@@ -142,14 +149,13 @@ def test_replicas_join_and_leave_as_the_cluster_has_room(tmp_path, cluster):
     assert "rollout replica 1 is lost, 1 of 2 are at work: The actor died" in told[1][2]
 
 
-def test_a_run_without_room_for_any_replica_ends_and_goes_on_later(tmp_path, cluster):
+def test_a_run_without_room_for_any_replica_ends_and_goes_on_later(local, cluster):
     import ray
 
-    write_run(tmp_path)
-    local = train(run_config(tmp_path, "local", 4))
+    local, directory = local
     cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-    config = run_config(tmp_path, "ray", 4, executor="ray", ray=RayConfig(room_timeout_s=20.0))
+    config = run_config(directory, "later", 4, executor="ray", ray=RayConfig(room_timeout_s=20.0))
     remote = Trainer.from_config(config)  # its reward pool takes the node
     second = cluster.add_node(num_cpus=1)
     remote.insert_stage(AtStep({2: lambda: remove(cluster, second)}), after="rewards")
@@ -158,4 +164,4 @@ def test_a_run_without_room_for_any_replica_ends_and_goes_on_later(tmp_path, clu
     ):
         remote.train()
     cluster.add_node(num_cpus=1)
-    assert_same(local, train(config), tmp_path)
+    assert_same(local, train(config), directory, "later")

@@ -144,57 +144,6 @@ def _ended(groups: Sequence[Sequence[Generation]]) -> list[Ended]:
     return [(i, j, generation) for i, group in enumerate(groups) for j, generation in enumerate(group)]
 
 
-def test_a_replica_that_cannot_start_is_left_out_while_another_samples(cluster: None, tmp_path: Path) -> None:
-    ray = RayConfig(num_engines=2)
-    actor = build_actor()
-    engine = RayEngine(Slow, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=ray)
-    broken = tmp_path / "ray_start" / "replica-1" / "broken"
-    try:
-        expected = _ids(list(engine.generate_stream(REQUESTS)))
-        broken.touch()
-        os.kill(_pid(tmp_path, 1), signal.SIGKILL)
-        told: list[str] = []
-        for _ in range(60):
-            engine.update_weights(actor.state_dict(), 0)
-            assert _ids(list(engine.generate_stream(REQUESTS))) == expected
-            told += [event.reason for event in engine.health_events(0)]
-            if any("EngineError: this node has no such disk" in reason for reason in told):
-                break
-        assert len(told) == 2, "the death, and why it did not start; not each attempt"
-        broken.unlink()
-        for _ in range(60):
-            engine.update_weights(actor.state_dict(), 0)
-            assert _ids(list(engine.generate_stream(REQUESTS))) == expected
-            if events := engine.health_events(0):
-                break
-        assert [event.kind for event in events] == ["joined"]
-    finally:
-        engine.close()
-
-
-def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(cluster: None, tmp_path: Path) -> None:
-    engine = RayEngine(
-        Slow, build_actor(), RolloutConfig(), seed=0, output_dir=tmp_path, ray=RayConfig(num_engines=2)
-    )
-    lag = tmp_path / "ray_start" / "replica-1" / "lag"
-    try:
-        expected = _ids(list(engine.generate_stream(REQUESTS)))
-        before = _begun(tmp_path)
-        own = _begun(lag.parent)
-        assert set(before.values()) == {1}
-        lag.touch()
-        parts = list(engine.generate_stream(REQUESTS))
-        lag.unlink()
-        engine.update_weights(build_actor().state_dict(), 1)
-        assert _ids(parts) == expected
-        assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
-        begun = _begun(tmp_path) - before
-        assert {seed for seed, count in begun.items() if count > 1} == set(own), "all of the slow one's"
-    finally:
-        lag.unlink(missing_ok=True)
-        engine.close()
-
-
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 def test_after_the_first_time_adapters_travel_alone_and_are_merged_to_the_same_bits(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -229,3 +178,57 @@ def test_after_the_first_time_adapters_travel_alone_and_are_merged_to_the_same_b
             assert sum(sizes) < first / 3
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def pair(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayEngine, Path]]:
+    """Two replicas, and the directory they were given."""
+    directory = tmp_path_factory.mktemp("pair")
+    ray = RayConfig(num_engines=2)
+    engine = RayEngine(Slow, build_actor(), RolloutConfig(), seed=0, output_dir=directory, ray=ray)
+    yield engine, directory
+    engine.close()
+
+
+def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(pair: tuple[RayEngine, Path]) -> None:
+    engine, directory = pair
+    lag = directory / "ray_start" / "replica-1" / "lag"
+    try:
+        expected = _ids(list(engine.generate_stream(REQUESTS)))
+        before = _begun(directory)
+        own = _begun(lag.parent)
+        assert set(before.values()) == {1}
+        lag.touch()
+        parts = list(engine.generate_stream(REQUESTS))
+        lag.unlink()
+        engine.update_weights(build_actor().state_dict(), 1)
+        assert _ids(parts) == expected
+        assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
+        begun = _begun(directory) - before
+        assert {seed for seed, count in begun.items() if count > 1} == set(own), "all of the slow one's"
+    finally:
+        lag.unlink(missing_ok=True)
+
+
+def test_a_replica_that_cannot_start_is_left_out_while_another_samples(pair: tuple[RayEngine, Path]) -> None:
+    engine, directory = pair
+    weights = build_actor().state_dict()
+    broken = directory / "ray_start" / "replica-1" / "broken"
+    expected = _ids(list(engine.generate_stream(REQUESTS)))
+    broken.touch()
+    os.kill(_pid(directory, 1), signal.SIGKILL)
+    told: list[str] = []
+    for _ in range(60):
+        engine.update_weights(weights, 1)
+        assert _ids(list(engine.generate_stream(REQUESTS))) == expected
+        told += [event.reason for event in engine.health_events(0)]
+        if any("EngineError: this node has no such disk" in reason for reason in told):
+            break
+    assert len(told) == 2, "the death, and why it did not start; not each attempt"
+    broken.unlink()
+    for _ in range(60):
+        engine.update_weights(weights, 1)
+        assert _ids(list(engine.generate_stream(REQUESTS))) == expected
+        if events := engine.health_events(0):
+            break
+    assert [event.kind for event in events] == ["joined"]
