@@ -257,7 +257,8 @@ if __name__ == "__main__":
     RLTrainer(config=config, reward_fn=cheerful).train([start + end for start in STARTS for end in ENDS])
 """
 
-FSDP = """
+TORCHRUN = """
+import os, runpy, sys
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
@@ -276,31 +277,39 @@ for version in (1, 2):
         fully_shard(model)
     actors.append(HfModelAdapter(model))
     assert all(torch.equal(before[name], value) for name, value in actors[-1].model.state_dict().items())
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+print("the script has ended")
 for actor in actors:
     config = PPOConfig(lr=1e-3, max_steps=1, batch_size=4)
     RLTrainer(actor, config=config, reward_fn=reward_fn).train(["what", "why", "how", "who"])
 """
 
 
-def torchrun(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--standalone",
-        *arguments,
-    ]
-    return subprocess.run(
-        command, cwd=workspace, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(workspace: Path) -> None:
+@pytest.fixture(scope="module")
+def torchrun(workspace: Path) -> str:
+    """What ``TORCHRUN`` prints: two ranks run the script of the reference, and models of FSDP."""
+    (workspace / "wrapped.py").write_text(TORCHRUN)
     script = str(ROOT / "examples" / "ppo_train.py")
     flags = ["--actor_model", "meta-llama/Llama-3-8b", "--lr", "1e-3", "--batch_size", "4", "--use_fsdp"]
-    ended = torchrun(workspace, script, *flags, "--output_dir", "torchrun")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    ended = subprocess.run(
+        [*command, "wrapped.py", script, *flags, "--output_dir", "torchrun"],
+        cwd=workspace,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+    return ended.stdout
+
+
+def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(
+    workspace: Path, torchrun: str
+) -> None:
     # the same ranks, started by the trainer
     (workspace / "spawned.py").write_text(SPAWNED.format(examples=str(ROOT / "examples")))
     alone = run_forked("spawned.py", cwd=workspace, env=environment())
@@ -312,12 +321,9 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(worksp
     assert weights[0] == weights[1]
 
 
-def test_a_model_that_fsdp_wraps_is_trained(workspace: Path) -> None:
+def test_a_model_that_fsdp_wraps_is_trained(torchrun: str) -> None:
     """Both generations of FSDP, one run after the other: the waiting ranks serve both."""
-    (workspace / "wrapped.py").write_text(FSDP)
-    ended = torchrun(workspace, "wrapped.py")
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
-    assert ended.stdout.count("run finished") == 2
+    assert torchrun.partition("the script has ended")[2].count("run finished") == 2
 
 
 def test_the_simple_example_trains_with_two_rollout_workers_and_a_critic_of_its_own(workspace: Path) -> None:
