@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from multitask_rl.data.reasoning_gym import create_generator, entry_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
@@ -452,13 +453,8 @@ class ReasoningGymWorld(World):
             self.feedback.format(score=0.0)
 
     def __init__(self, config: ReasoningGymWorld.Config) -> None:
-        from multitask_rl.data import reasoning_gym  # with all of data: a quarter of a worker's start
-
         self.config = config
-        self._entry_of = reasoning_gym.entry_of
-        self._dataset = reasoning_gym.create_generator(
-            self.target, {"size": 1, "seed": 0, **config.dataset}, "dataset"
-        )
+        self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, "dataset")
         self._entry: dict[str, Any] = {}
         self._scores: list[float] = []
 
@@ -469,7 +465,7 @@ class ReasoningGymWorld(World):
             raise DataError(
                 f"the row has no {' and no '.join(sorted(missing))}: 'reasoning_gym:' makes such rows"
             )
-        self._entry = self._entry_of(row)
+        self._entry = entry_of(row)
         return Opening()
 
     def step(self, message: Message) -> StepResult:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.data.reasoning_gym import create_generator, entry_of
 from multitask_rl.errors import DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import REWARDS, Located, locate
 from multitask_rl.records import Rollout
@@ -285,12 +286,7 @@ class ReasoningGymReward(ForeignReward):
 
     def __init__(self, config: ReasoningGymReward.Config) -> None:
         super().__init__(config)
-        from multitask_rl.data import reasoning_gym  # with all of data: a quarter of a worker's start
-
-        self._entry_of = reasoning_gym.entry_of
-        self._dataset = reasoning_gym.create_generator(
-            self.target, {"size": 1, "seed": 0, **config.dataset}, self.where
-        )
+        self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, self.where)
 
     def _one(self, rollout: Rollout) -> float:
         answer, tag = rollout.response, self.config.answer_tag
@@ -299,9 +295,7 @@ class ReasoningGymReward(ForeignReward):
             end = answer.find(f"</{tag}>", start)
             if start >= 0 and end >= 0:
                 answer = answer[start + len(tag) + 2 : end]
-        return float(
-            self._dataset.score_answer(answer=answer.strip() or None, entry=self._entry_of(rollout.row))
-        )
+        return float(self._dataset.score_answer(answer=answer.strip() or None, entry=entry_of(rollout.row)))
 
 
 class EvaluateReward(ForeignReward):
