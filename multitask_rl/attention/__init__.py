@@ -1,5 +1,1 @@
 """Attention of our own: blocks of packed rows, shared prompts, parts of sequences, float32 on CPUs."""
-
-from multitask_rl.lazy import import_transformers
-
-import_transformers()

@@ -82,13 +82,13 @@ def main():
     from multitask_rl.lazy import without_collector
 
     with without_collector():
-        from multitask_rl.cli import train  # noqa: F401
-        from multitask_rl.trainer import Trainer  # noqa: F401
-        from multitask_rl.training.backends import replica  # noqa: F401
-    with without_collector():  # after the project, which lets transformers load less
         import datasets  # noqa: F401
         import mlflow  # noqa: F401
         from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
+
+        from multitask_rl.cli import train  # noqa: F401
+        from multitask_rl.trainer import Trainer  # noqa: F401
+        from multitask_rl.training.backends import replica  # noqa: F401
 
     codes = {}
     for line in sys.stdin:

@@ -129,23 +129,3 @@ def test_the_reference_script_trains_the_reference_tasks(workspace):
     assert all("task/fact_checking/rejection_rate" in row for row in steps)
     events = (workspace / "runs/default/events.jsonl").read_text()
     assert "no weight given for fact_checking" in events
-
-
-ASSISTED = """
-import sys
-from importlib.util import find_spec
-from transformers.generation import candidate_generator
-from transformers.utils import is_sklearn_available
-assert "multitask_rl.trainer" in sys.modules
-assert "sklearn" not in sys.modules
-assert is_sklearn_available() == (find_spec("sklearn") is not None)
-if is_sklearn_available():
-    false, true, _ = candidate_generator.roc_curve([0, 1], [0.1, 0.9])
-    assert (false[-1], true[-1]) == (1.0, 1.0)
-"""
-
-
-def test_scikit_learn_is_loaded_when_assisted_decoding_uses_it(tmp_path):
-    (tmp_path / "assisted.py").write_text(ASSISTED)
-    done = run_forked("assisted.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
