@@ -19,10 +19,11 @@ from pathlib import Path
 from multitask_rl.cli.comparison import compare, group_runs, render_comparison
 from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate, print_evaluations
 from multitask_rl.config.run import RECORD, RunConfig, recorded_config
+from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingSettings, TaskEvaluation
-from multitask_rl.tracking.jsonl import dump_line
+from multitask_rl.tracking.jsonl import append_evaluations, dump_line, evaluation_row
 from multitask_rl.tracking.reading import read_run
 
 _TOLD = ("max_new_tokens", "top_p", "top_k")
@@ -99,9 +100,6 @@ def _sampled_as(run: Path, config: RunConfig, given: Collection[str]) -> RunConf
 
 
 def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[str, str]) -> None:
-    from multitask_rl.run.plan import load_specs  # heavy: torch, transformers
-    from multitask_rl.step.evaluation import append_evaluations, evaluation_row
-
     config = replace(
         config,
         tasks_file=options.tasks,
@@ -111,7 +109,9 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
     )
     keys = {"eval_split": options.split or None, "eval_samples": options.samples}
     if given := {key: value for key, value in keys.items() if value is not None}:
-        own_keys = {name: dict(config.tasks.get(name, {})) for name in load_specs(config)}
+        own_keys = {
+            name: dict(config.tasks.get(name, {})) for name in load_tasks(options.tasks, config.tasks or None)
+        }
         config = replace(config, tasks={name: {**own, **given} for name, own in own_keys.items()})
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
         results: dict[str, dict[str, TaskEvaluation]] = {}

@@ -194,10 +194,12 @@ class RayEngine(RolloutEngine):
             while unfinished and (calls or waiting):
                 waiting &= unfinished
                 idle = sorted(self._ready - given.keys())
-                for share in given.values():
+                for index, share in given.items():
                     if idle and share.seconds_left(paces) <= 0:
                         share.is_late = True
-                        waiting |= share.samples & unfinished
+                        waiting |= (behind := share.samples & unfinished)
+                        told = f"rollout replica {index} is late: others sample what it has not ended"
+                        self._tell("late", f"{told} ({len(behind)} of {len(share.samples)} samples)")
                 if waiting and idle:
                     again = sorted(waiting)
                     costs = [requests[i].sampling.max_new_tokens for i, _ in again]
@@ -277,7 +279,7 @@ class RayEngine(RolloutEngine):
         self._events.append((kind, reason))
 
     def health_events(self, step: int) -> list[Event]:
-        """Return which replicas were lost, and which have joined, since the last call."""
+        """Return which replicas were lost or late, and which have joined, since the last call."""
         events, self._events = self._events, []
         return [Event(step=step, source="engine", kind=kind, reason=reason) for kind, reason in events]
 

@@ -23,11 +23,12 @@ from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.statistics.definitions import REWARD
-from multitask_rl.step.evaluation import Evaluator, append_evaluations, repeat_evaluations
+from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.metrics import aggregate
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.tracking.base import Trackers
+from multitask_rl.tracking.jsonl import append_evaluations, repeat_evaluations
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 logger = logging.getLogger(__name__)

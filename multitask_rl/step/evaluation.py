@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
 from multitask_rl.environments.pool import WorldPool
-from multitask_rl.errors import disk_errors
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import Statistic, TaskEvaluation
+from multitask_rl.records import TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import served
@@ -23,7 +19,6 @@ from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.step.texts import TextMeter
-from multitask_rl.tracking.jsonl import RecordFile, dump_line, load_line
 
 
 @dataclass
@@ -106,56 +101,3 @@ class Evaluator:
                 assert self.texts is not None
                 found[name] = self.texts.measure(name, found[name], purpose)
         return found
-
-
-def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Append one line per task to ``evaluations.jsonl``.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    with contextlib.closing(RecordFile(file)) as record:
-        record.append(dump_line(evaluation_row(evaluation)) for evaluation in evaluations.values())
-
-
-def repeat_evaluations(file: Path, step: int) -> None:
-    """After a rollback to ``step``, append each task's last evaluation at ``step`` once more.
-
-    A line replaces the earlier lines of its task at the same or a later step. So readers drop the evaluations
-    that the rollback undid.
-
-    Raises:
-        CheckpointError: it cannot be written.
-    """
-    with disk_errors(str(file)):
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    last = {row["task"]: line.decode() for line in lines if (row := load_line(line))["step"] == step}
-    with contextlib.closing(RecordFile(file)) as record:
-        record.append(last.values())
-
-
-def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
-    """Return the evaluation as the data of a line of ``evaluations.jsonl``."""
-    low, high = evaluation.primary.interval
-    return {
-        "step": evaluation.step,
-        "task": evaluation.task,
-        "metric": evaluation.metric,
-        "policy_version": evaluation.policy_version,
-        "prompts": evaluation.prompts,
-        "samples": evaluation.num_samples,
-        **_numbers(evaluation.primary),
-        "low": low,
-        "high": high,
-        "metrics": {k: _numbers(s) for k, s in evaluation.metrics.items()},
-        "values": evaluation.primary.values,
-    }
-
-
-def _numbers(statistic: Statistic) -> dict[str, Any]:
-    return {
-        "mean": statistic.mean,
-        "n": statistic.n,
-        "error": statistic.error,
-        "direction": statistic.direction.value,
-    }

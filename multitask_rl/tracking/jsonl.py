@@ -13,7 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -33,6 +33,8 @@ from multitask_rl.records import (
     SamplingParams,
     Score,
     Scored,
+    Statistic,
+    TaskEvaluation,
     TokenRecord,
     Turn,
     Verdict,
@@ -192,6 +194,59 @@ class RecordFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) -> None:
+    """Append one line per task to ``evaluations.jsonl``.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with closing(RecordFile(file)) as record:
+        record.append(dump_line(evaluation_row(evaluation)) for evaluation in evaluations.values())
+
+
+def repeat_evaluations(file: Path, step: int) -> None:
+    """After a rollback to ``step``, append each task's last evaluation at ``step`` once more.
+
+    A line replaces the earlier lines of its task at the same or a later step. So readers drop the evaluations
+    that the rollback undid.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    with disk_errors(str(file)):
+        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    last = {row["task"]: line.decode() for line in lines if (row := load_line(line))["step"] == step}
+    with closing(RecordFile(file)) as record:
+        record.append(last.values())
+
+
+def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
+    """Return the evaluation as the data of a line of ``evaluations.jsonl``."""
+    low, high = evaluation.primary.interval
+    return {
+        "step": evaluation.step,
+        "task": evaluation.task,
+        "metric": evaluation.metric,
+        "policy_version": evaluation.policy_version,
+        "prompts": evaluation.prompts,
+        "samples": evaluation.num_samples,
+        **_numbers(evaluation.primary),
+        "low": low,
+        "high": high,
+        "metrics": {k: _numbers(s) for k, s in evaluation.metrics.items()},
+        "values": evaluation.primary.values,
+    }
+
+
+def _numbers(statistic: Statistic) -> dict[str, Any]:
+    return {
+        "mean": statistic.mean,
+        "n": statistic.n,
+        "error": statistic.error,
+        "direction": statistic.direction.value,
+    }
 
 
 class JsonlTracker(Tracker):

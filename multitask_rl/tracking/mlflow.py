@@ -372,10 +372,11 @@ class MLflowTracker(Tracker):
     def _load_events(self, resume_step: int) -> None:
         path = self._directory / "events.jsonl"
         is_cut = path.exists()  # to the checkpoint; events of a course that was rolled back have later steps
-        with tempfile.TemporaryDirectory() as directory:
-            if not path.exists():
+        with contextlib.ExitStack() as stack:
+            if not is_cut:
                 if not any(entry.path == path.name for entry in self._client.list_artifacts(self._run)):
                     return
+                directory = stack.enter_context(tempfile.TemporaryDirectory())
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
             events = [load_line(line) for line in path.read_bytes().splitlines()]
         # of the steps that are made again, the run knows no event any more

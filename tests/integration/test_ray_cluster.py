@@ -142,7 +142,9 @@ def test_replicas_join_and_leave_as_the_cluster_has_room(tmp_path, cluster):
     assert_same(local, remote, tmp_path)
     events = [json.loads(line) for line in (tmp_path / "ray" / "events.jsonl").read_text().splitlines()]
     told = [
-        (event["step"], event["kind"], event["reason"]) for event in events if event["source"] == "engine"
+        (event["step"], event["kind"], event["reason"])
+        for event in events
+        if event["source"] == "engine" and event["kind"] != "late"  # on a busy machine
     ]
     assert [kind for _, kind, _ in told] == ["joined", "lost", "joined"], told
     assert "rollout replica 1 has joined, 2 of 2 are at work" in told[0][2]

@@ -114,7 +114,7 @@ def test_a_replica_that_hangs_is_replaced_and_repeats_what_had_not_ended(
     engine = RayEngine(Slow, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=ray)
     try:
         assert _ids(list(engine.generate_stream(REQUESTS))) == _ids([_ended(expected)])
-        assert engine.health_events(0) == []
+        assert [e for e in engine.health_events(0) if e.kind != "late"] == []  # late on a busy machine
         before = _begun(tmp_path)
         assert set(before.values()) == {1}
         pid, hung = _pid(tmp_path, number - 1), tmp_path / "ray_start" / f"replica-{number - 1}" / "hang"
@@ -198,9 +198,14 @@ def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(pair: tup
         before = _begun(directory)
         own = _begun(lag.parent)
         assert set(before.values()) == {1}
+        engine.health_events(0)
         lag.touch()
         parts = list(engine.generate_stream(REQUESTS))
         lag.unlink()
+        (event,) = engine.health_events(0)
+        assert (event.kind, event.source) == ("late", "engine")
+        told = f"rollout replica 1 is late: others sample what it has not ended ({len(own)} of {len(own)} "
+        assert event.reason == f"{told}samples)"
         engine.update_weights(build_actor().state_dict(), 1)
         assert _ids(parts) == expected
         assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
@@ -221,7 +226,7 @@ def test_a_replica_that_cannot_start_is_left_out_while_another_samples(pair: tup
     for _ in range(60):
         engine.update_weights(weights, 1)
         assert _ids(list(engine.generate_stream(REQUESTS))) == expected
-        told += [event.reason for event in engine.health_events(0)]
+        told += [event.reason for event in engine.health_events(0) if event.kind != "late"]
         if any("EngineError: this node has no such disk" in reason for reason in told):
             break
     assert len(told) == 2, "the death, and why it did not start; not each attempt"
@@ -229,6 +234,6 @@ def test_a_replica_that_cannot_start_is_left_out_while_another_samples(pair: tup
     for _ in range(60):
         engine.update_weights(weights, 1)
         assert _ids(list(engine.generate_stream(REQUESTS))) == expected
-        if events := engine.health_events(0):
+        if events := [event for event in engine.health_events(0) if event.kind != "late"]:
             break
     assert [event.kind for event in events] == ["joined"]

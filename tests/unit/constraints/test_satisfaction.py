@@ -14,8 +14,8 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, FailureKind, Scored, Verdict
 from multitask_rl.scoring.results import to_verdict
 from multitask_rl.statistics.intervals import rate_upper_bound
-from multitask_rl.step.evaluation import evaluation_row
 from multitask_rl.testing import make_evaluation, make_rollout
+from multitask_rl.tracking.jsonl import evaluation_row
 
 
 def numbers(spec, records):
