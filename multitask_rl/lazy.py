@@ -24,7 +24,7 @@ def lazy_names(package: dict[str, Any], homes: Mapping[str, str]) -> tuple[Calla
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Import heavy libraries inside: nothing of them is garbage, and collecting takes a sixth of the time."""
+    """Import libraries or read long records inside: nothing of them is garbage, and collecting takes time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

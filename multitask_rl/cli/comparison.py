@@ -31,6 +31,7 @@ from multitask_rl.cli.tables import (
 from multitask_rl.config.run import RunConfig, dotted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
+from multitask_rl.lazy import without_collector
 from multitask_rl.records import Direction
 from multitask_rl.report.comparison_page import render_comparison_page
 from multitask_rl.report.differences import IGNORED, Pair, difference_rows, share_prompts
@@ -80,7 +81,7 @@ def main_compare(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.open and options.html is None:
         parser.error("--open shows the page that --html FILE writes")
-    with contextlib.ExitStack() as stack:
+    with without_collector(), contextlib.ExitStack() as stack:
         runs, left_out = _read_all(options.runs, options.tracking_uri, stack)
         arms = group_runs(runs, left_out, each_run=options.each_run, ignore=options.ignore)
         if sum(len(arm.runs) for arm in arms) < 2:

@@ -66,6 +66,7 @@ def render_comparison_page(
     ]
     if len(arms) == 2:
         name = f"{arms[0]['name']} against {arms[1]['name']}"
+    known: dict[tuple[int, int], dict[str, float]] = {}
     data = {
         "name": name,
         "subtitle": ", ".join(
@@ -89,7 +90,7 @@ def render_comparison_page(
             "dominates": dominates,
         },
         "level_is": "the last level of the first arm" if level is None else f"the level {level:g}",
-        "curves": [_held_out(task, runs, spendings) for task in tasks],
+        "curves": [_held_out(task, runs, spendings, known) for task in tasks],
         "rewards": [chart for task in tasks if (chart := _rewards(task, arms, spendings))],
         "stored": _side_by_side(runs),
     }
@@ -106,10 +107,18 @@ def _short(names: Sequence[str]) -> dict[str, str]:
 
 
 def _held_out(
-    task: str, runs: Sequence[Sequence[RunRecord]], spendings: Sequence[Sequence[Spending]]
+    task: str,
+    runs: Sequence[Sequence[RunRecord]],
+    spendings: Sequence[Sequence[Spending]],
+    known: dict[tuple[int, int], dict[str, float]],
 ) -> dict[str, Any]:
     """Return the held-out curve of a task: per arm mean, interval and costs at each step; None = has none."""
     metric, found = "", list[dict[str, Any] | None]()
+
+    def spent_until(spending: Spending, step: int) -> dict[str, float]:
+        key = id(spending), step  # the same for every task
+        return known.get(key) or known.setdefault(key, spending.at(step))
+
     for own, spent in zip(runs, spendings, strict=True):
         at: dict[int, list[tuple[Evaluation, Spending]]] = {}
         for run, spending in zip(own, spent, strict=True):
@@ -130,7 +139,7 @@ def _held_out(
                 ends = ends[0], ends[0] - half, ends[0] + half
             for key, value in zip(("y", "low", "high"), ends, strict=True):
                 curve[key].append(_rounded(value))
-        spent_at = [[spending.at(step) for _, spending in at[step]] for step in curve["steps"]]
+        spent_at = [[spent_until(spending, step) for _, spending in at[step]] for step in curve["steps"]]
         for cost in COSTS[1:]:
             curve["spent"][cost] = [
                 _rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at

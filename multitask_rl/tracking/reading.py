@@ -171,9 +171,12 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
             "gets better: it was written by another version; read it with that one"
         )
     values = line["values"]
-    if type(values) is not list or set(map(type, values)) != {float}:
+    try:
+        is_plain = type(values) is list and math.isfinite(math.fsum(values))
+    except (TypeError, ValueError, OverflowError):
+        is_plain = False
+    if not is_plain:
         values = [math.nan if value is None else float(value) for value in values]
-    if not all(map(math.isfinite, values)):
         values = [value if math.isfinite(value) else math.nan for value in values]
     return Evaluation(
         step=int(line["step"]),
