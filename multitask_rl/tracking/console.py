@@ -58,7 +58,7 @@ _PROGRESS_EVERY_S = 30.0
 """Between two lines on work that takes long, where there is no terminal."""
 _REFRESH_S = 1.0
 """Between two drawings of the view, or more: see ``_MOST_DRAWING``."""
-_MOST_DRAWING = 0.007
+_MOST_DRAWING = 0.005
 """Of the time of a processor: on a slow one the view is drawn less often."""
 _CELL = (
     "<pre style=\"font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.2; "
