@@ -441,6 +441,9 @@ def kill_runs(
             said = differences(contents(directory / name, steps), expected)
         except (OSError, ValueError) as error:
             said = [repr(error)]
+        events = lines(directory / name, "events.jsonl") if said else []
+        replicas = [e for e in map(json.loads, events) if e["source"] == "engine"]
+        said += [f"step {event['step']}: {event['reason']}" for event in replicas]  # a likely cause
         wrong += [f"{name}: {line} ({story})" for line in said]
         if not said:
             shutil.rmtree(directory / name)

@@ -421,7 +421,9 @@ class MLflowTracker(Tracker):
                         kind = first if name.startswith((_AT_A_GLANCE, _NEXT)) else new
                         kind.append(Metric(name, value, time_ms, step))
         new = first + new
-        with without_collector():  # thousands of objects for a moment: a third of the time
+        # thousands of objects for a moment, and collecting is a third of the time; a server may let one wait
+        is_local = self.uri.startswith("sqlite:///")
+        with without_collector() if is_local else contextlib.nullcontext():
             for index in range(0, len(new), MAX_PER_BATCH):
                 batch = new[index : index + MAX_PER_BATCH]
                 self._client.log_batch(self._run, metrics=batch, synchronous=True)
