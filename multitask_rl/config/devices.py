@@ -24,7 +24,7 @@ _ALLOWED = (
     "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded, "
     "cuda:0-7 sharded=4 and cuda:0-3 tensor=2"
 )
-_MOST = 4096
+_MOST_DEVICES = 4096
 _NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded(?:=(\d+))?)?(?:tensor=(\d+))?")
 
 
@@ -71,8 +71,8 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
         low, _, high = part.partition("-")
         if high and int(high) < int(low):
             raise ConfigError(f"{where}: the range {part!r} of {text!r} runs backwards; write {high}-{low}")
-        if len(indices) + int(high or low) - int(low) >= _MOST:
-            raise ConfigError(f"{where}: {text!r} names more than {_MOST} devices")
+        if len(indices) + int(high or low) - int(low) >= _MOST_DEVICES:
+            raise ConfigError(f"{where}: {text!r} names more than {_MOST_DEVICES} devices")
         indices += range(int(low), int(high or low) + 1)
     if len(set(indices)) < len(indices):
         raise ConfigError(f"{where}: {text!r} names a device twice")

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ _TEXT_BYTES = 12_000_000
 """Of all prompts and answers, before they are compressed."""
 _RECORD_BYTES = 200_000_000
 """Read of all runs' stored samples together, the newest of each; at most a twelfth of it of one run."""
+_Spent = Callable[[int], dict[str, float]]
+"""``Spending.at`` of a run."""
 _HEAD = re.compile(rb'"step": ?(\d+), ?"task": ?("(?:[^"\\]|\\.)*"), ?"prompt_id": ?("(?:[^"\\]|\\.)*")')
 
 
@@ -66,7 +69,8 @@ def render_comparison_page(
     ]
     if len(arms) == 2:
         name = f"{arms[0]['name']} against {arms[1]['name']}"
-    known: dict[tuple[int, int], dict[str, float]] = {}
+    # what a run has spent until a step is the same for every task
+    spent = [[cache(spending.at) for spending in own] for own in spendings]
     data = {
         "name": name,
         "subtitle": ", ".join(
@@ -90,7 +94,7 @@ def render_comparison_page(
             "dominates": dominates,
         },
         "level_is": "the last level of the first arm" if level is None else f"the level {level:g}",
-        "curves": [_held_out(task, runs, spendings, known) for task in tasks],
+        "curves": [_held_out(task, runs, spent) for task in tasks],
         "rewards": [chart for task in tasks if (chart := _rewards(task, arms, spendings))],
         "stored": _side_by_side(runs),
     }
@@ -107,25 +111,17 @@ def _short(names: Sequence[str]) -> dict[str, str]:
 
 
 def _held_out(
-    task: str,
-    runs: Sequence[Sequence[RunRecord]],
-    spendings: Sequence[Sequence[Spending]],
-    known: dict[tuple[int, int], dict[str, float]],
+    task: str, runs: Sequence[Sequence[RunRecord]], spent: Sequence[Sequence[_Spent]]
 ) -> dict[str, Any]:
     """Return the held-out curve of a task: per arm mean, interval and costs at each step; None = has none."""
     metric, found = "", list[dict[str, Any] | None]()
-
-    def spent_until(spending: Spending, step: int) -> dict[str, float]:
-        key = id(spending), step  # the same for every task
-        return known.get(key) or known.setdefault(key, spending.at(step))
-
-    for own, spent in zip(runs, spendings, strict=True):
-        at: dict[int, list[tuple[Evaluation, Spending]]] = {}
-        for run, spending in zip(own, spent, strict=True):
+    for own, spent_by in zip(runs, spent, strict=True):
+        at: dict[int, list[tuple[Evaluation, _Spent]]] = {}
+        for run, until in zip(own, spent_by, strict=True):
             for evaluation in run.evaluations.get(task, ()):
                 metric = metric or evaluation.metric
                 if evaluation.metric == metric:
-                    at.setdefault(evaluation.step, []).append((evaluation, spending))
+                    at.setdefault(evaluation.step, []).append((evaluation, until))
         if not at:
             found.append(None)
             continue
@@ -139,7 +135,7 @@ def _held_out(
                 ends = ends[0], ends[0] - half, ends[0] + half
             for key, value in zip(("y", "low", "high"), ends, strict=True):
                 curve[key].append(_rounded(value))
-        spent_at = [[spent_until(spending, step) for _, spending in at[step]] for step in curve["steps"]]
+        spent_at = [[until(step) for _, until in at[step]] for step in curve["steps"]]
         for cost in COSTS[1:]:
             curve["spent"][cost] = [
                 _rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at

@@ -8,11 +8,12 @@ does the parameter for responses if it is annotated ``list[str]``, or named like
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
@@ -20,9 +21,6 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout
 from multitask_rl.scoring.results import each, failed, failure_of, no_column
-
-if TYPE_CHECKING:
-    import asyncio
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -62,26 +60,16 @@ class EventLoop:
     """One event loop for all calls of a plugin, so that its clients stay usable between calls."""
 
     def __init__(self) -> None:
-        self._runner: asyncio.Runner | None = None
+        self._runner = asyncio.Runner()  # it makes the loop at the first call
+        self.close = self._runner.close
 
     def value_of(self, value: Any) -> Any:
         """Return ``value``, or its result if it is awaitable."""
-        if not inspect.isawaitable(value):
-            return value
-        if self._runner is None:
-            import asyncio  # an eighth of a worker's start, and few plugins are async
-
-            self._runner = asyncio.Runner()
 
         async def wait() -> Any:
             return await value
 
-        return self._runner.run(wait())
-
-    def close(self) -> None:
-        """Free the loop."""
-        if self._runner is not None:
-            self._runner.close()
+        return self._runner.run(wait()) if inspect.isawaitable(value) else value
 
     def __del__(self) -> None:
         self.close()  # a reward built in a script or notebook has no pool to close it
@@ -211,8 +199,6 @@ class FunctionPlugin:
         return values
 
     async def _gather(self, arguments: list[dict[str, Any]]) -> list[Any]:
-        import asyncio
-
         async def one(keywords: dict[str, Any]) -> Any:
             try:
                 return await asyncio.wait_for(self._call(keywords), self.traits.timeout_s)

@@ -115,6 +115,7 @@ class ConsoleTracker(Tracker):
                 transient=False,
             )
             self._live.start()
+            self._is_closed.clear()
             self._drawer = threading.Thread(target=self._keep_drawing, args=[self._live], daemon=True)
             self._drawer.start()
             # the log's handlers hold the streams that the live view has replaced, and would write into it
@@ -235,6 +236,7 @@ class ConsoleTracker(Tracker):
         return self._live is not None or self._cell is not None
 
     def _keep_drawing(self, live: Live) -> None:
+        """Draw about once a second, more rarely where that takes more than ``_MOST_DRAWING`` of the time."""
         pause_s = _REFRESH_S
         while not self._is_closed.wait(pause_s):
             began = time.thread_time()

@@ -51,8 +51,8 @@ def _plain(value: Any) -> Any:
     """Return ``value`` with only JSON types in it; unknown objects become their ``str``."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str | int):  # of a subclass: the plain value
-        return str(value) if isinstance(value, str) else int(value)
+    if isinstance(value, str | int):  # of a subclass, such as an enum: the plain value
+        return str.__str__(value) if isinstance(value, str) else int(value)
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
-    """Return everything that scoring again or reading needs; log-probabilities are rounded."""
+    """Return everything that scoring again or reading needs."""
     rollout = scored.rollout
     prompt = rollout.prompt
     return {

@@ -23,7 +23,7 @@ _SECONDS, _STEP = b'"time/step_s"', b'"step"'
 _RATES = {"samples": b'"time/samples_per_s"', "tokens": b'"time/tokens_per_s"'}
 _NUMBER = re.compile(rb"\s*:\s*(-?[0-9][0-9.eE+-]*)")
 _AT_ONCE = 2**20
-"""Bytes."""
+"""Bytes, at first; a longer line takes twice as many."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,9 +33,10 @@ class Spending:
     steps: list[int] = field(default_factory=list)
     """The steps made, each once, in order."""
     lines: list[int] = field(default_factory=list)
-    """Of each step, the number of its last line: after a rollback a run makes steps again."""
+    """Of each of ``steps``, the index of its last line in the lists of ``spent``: after a rollback a run
+    makes steps again."""
     spent: dict[str, list[float]] = field(default_factory=dict)
-    """``seconds``, ``samples``, ``tokens`` -> sum up to each line; NaN where the run recorded none."""
+    """``seconds``, ``samples``, ``tokens`` -> sum up to each line; NaN from the first line that lacks it."""
     rewards: dict[str, dict[int, float]] = field(default_factory=dict)
     """Task -> step -> ``reward_mean``, of the lines taken."""
 
@@ -95,7 +96,7 @@ def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Sp
         for place, length, step in lines[:: max(1, math.ceil(len(lines) / most_lines))] if names else ():
             line = os.pread(stream.fileno(), length, place)
             at = 0
-            for task, name in names.items():  # in the order of the line, so that it is searched once
+            for task, name in names.items():  # mostly in the order of the line, so that it is searched once
                 where = line.find(name, at)
                 where = where if where >= 0 else line.find(name, 0, at)
                 at = max(at, where)
@@ -106,9 +107,10 @@ def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Sp
 
 
 def _lines(stream: io.RawIOBase) -> Iterator[tuple[bytearray, int, int, int]]:
-    """Yield of each line the bytes that hold it, its begin and end in them, and its place in the file.
+    """Yield of each whole line the bytes that hold it, its begin and end in them, and its place in the file.
 
-    Python's own lines are copies, and take four times as long to read.
+    The bytes hold a line until the next one is asked for. Python's own lines are copies, and take four times
+    as long to read.
     """
     data, kept, place = bytearray(_AT_ONCE), 0, 0
     while count := stream.readinto(memoryview(data)[kept:]):
@@ -121,8 +123,6 @@ def _lines(stream: io.RawIOBase) -> Iterator[tuple[bytearray, int, int, int]]:
         data[:kept] = data[begin:filled]
         if kept == len(data):
             data.extend(bytes(len(data)))
-    if kept:
-        yield data, 0, kept, place
 
 
 def _number(line: bytes | bytearray, place: int, name: bytes) -> float:

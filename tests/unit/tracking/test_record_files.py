@@ -71,6 +71,10 @@ class Colour(enum.StrEnum):
     red = "red"
 
 
+class Shade(str, enum.Enum):  # noqa: UP042 - its str() is not its value
+    dark = "dark"
+
+
 @pytest.mark.parametrize(
     ("value", "kept"),
     [
@@ -84,6 +88,7 @@ class Colour(enum.StrEnum):
         ({None: 1, ("a", 2): {3: math.nan}}, {"None": 1, "('a', 2)": {"3": None}}),
         ("\u2028 \x00 é \U0001f600", "\u2028 \x00 é \U0001f600"),
         ({"half of a pair": "\ud83d", "n": math.nan}, {"half of a pair": "\ud83d", "n": None}),
+        (["\ud83d", Colour.red, Shade.dark], ["\ud83d", "red", "dark"]),
         (object, str(object)),
     ],
     ids=lambda value: ascii(value)[:20],
@@ -123,11 +128,16 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
         lines.append({"step": step, **more})
     lines.insert(2, {"step": 2, "guard/alarms": 1.0, "padding": "x" * width})  # no step was made
     text = "".join(json.dumps(line) + "\n" for line in lines)
-    (tmp_path / "metrics.jsonl").write_text(text[:-1] if width == 1 else text)
+    (tmp_path / "metrics.jsonl").write_text(text)
     found = read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"])
     made = [line for line in lines if "time/step_s" in line]
     assert found.steps == [1, 2, 3, 4, 5]
     assert found.lines == [0, 1, 4, 5, 6]
+    (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "time/step_s": 1')  # a run writes on
+    assert (
+        read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"]).spent["seconds"]
+        == found.spent["seconds"]
+    )
     assert found.spent["seconds"] == list(itertools.accumulate(line["time/step_s"] for line in made))
     assert found.spent["samples"] == list(itertools.accumulate(40 * line["time/step_s"] for line in made))
     assert all(map(math.isnan, found.spent["tokens"]))
