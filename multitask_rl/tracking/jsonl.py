@@ -207,7 +207,7 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
 
 
 def repeat_evaluations(file: Path, step: int) -> None:
-    """After a rollback to ``step``, append each task's last evaluation at ``step`` once more.
+    """After a rollback to ``step``, append each task's last evaluation up to ``step`` once more.
 
     A line replaces the earlier lines of its task at the same or a later step. So readers drop the evaluations
     that the rollback undid.
@@ -217,9 +217,16 @@ def repeat_evaluations(file: Path, step: int) -> None:
     """
     with disk_errors(str(file)):
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    last = {row["task"]: line.decode() for line in lines if (row := load_line(line))["step"] == step}
+    kept: dict[str, list[tuple[int, str]]] = {}
+    for line in lines:
+        row = load_line(line)
+        own = kept.setdefault(row["task"], [])
+        while own and own[-1][0] >= row["step"]:
+            own.pop()
+        own.append((row["step"], line.decode()))
     with closing(RecordFile(file)) as record:
-        record.append(last.values())
+        for own in kept.values():
+            record.append([line for at, line in own if at <= step][-1:])
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

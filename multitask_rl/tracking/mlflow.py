@@ -56,9 +56,11 @@ _MAX_PARAMETER = 500
 _MAX_TAG = 5000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
-_RESOLUTION, _HEADLINE_RESOLUTION = 25, 100
-"""Kept points of a metric lie at least this part of the steps made so far apart: all are kept before step 50,
-and before step 200 those of the metrics to look at first."""
+_RESOLUTION, _HEADLINE_RESOLUTION = 20, 50
+"""Kept points of a curve lie at least this part of the steps made so far apart: all are kept before step 40,
+and before step 100 those of the curves to look at first."""
+_TRACED = 2
+"""Tasks that get traces at a time. A trace takes 30 ms, hundreds of tasks would take all of the time."""
 _NOTE = "mlflow.note.content"
 _PAGE = "report.html"
 _PAGE_LINE = f"Page of the run: [{_PAGE}]"
@@ -281,6 +283,8 @@ class MLflowTracker(Tracker):
         self._events_written_s = time.monotonic()
         self._started_s = time.monotonic()
         self._traced_s = -math.inf
+        self._traced: dict[str, None] = {}
+        """Tasks that have traces, the one whose are newest last."""
         self._refused: set[str] = set()
         """Kinds of things that the store did not take."""
         self._has_inputs = False
@@ -431,7 +435,7 @@ class MLflowTracker(Tracker):
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
         last = self._last_kept.get(name, step)
-        is_headline = name.startswith((_AT_A_GLANCE, _NEXT)) or _headlines(name)
+        is_headline = name.startswith((_AT_A_GLANCE, _NEXT))
         if last < step < last + step // (_HEADLINE_RESOLUTION if is_headline else _RESOLUTION):
             return False
         self._last_kept[name] = step
@@ -514,13 +518,22 @@ class MLflowTracker(Tracker):
             self._client.delete_model_version(name, number)
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Queue the best and the worst rollout of each task as traces: once a minute, later more rarely."""
+        """Queue the best and the worst rollout of two tasks as traces: once a minute, later more rarely.
+
+        The tasks of the step take turns.
+        """
         now = time.monotonic()
         apart = max(SAMPLES_EVERY_S, (now - self._started_s) / _RESOLUTION)
         if self._worker is None or now - self._traced_s < apart:
             return
         self._traced_s = now
-        for item in best_and_worst(scored):
+        order = {task: place for place, task in enumerate(self._traced, start=1)}
+        there = dict.fromkeys(item.rollout.prompt.task for item in scored)
+        chosen = sorted(there, key=lambda task: order.get(task, 0))[:_TRACED]
+        for task in chosen:
+            self._traced.pop(task, None)
+            self._traced[task] = None
+        for item in best_and_worst([item for item in scored if item.rollout.prompt.task in chosen]):
             self._offer("traces", partial(self._send_trace, scored_to_dict(item, step)))
 
     def _send_trace(self, line: Mapping[str, Any]) -> None:

@@ -17,8 +17,10 @@ from multitask_rl.tracking.jsonl import (
     dump_line,
     load_line,
     record_lengths,
+    repeat_evaluations,
     set_records_aside,
 )
+from multitask_rl.tracking.reading import read_run
 from multitask_rl.tracking.spending import read_spending
 
 
@@ -65,6 +67,23 @@ def test_a_new_run_sets_records_of_steps_aside_and_drops_those_of_none(tmp_path)
     (tmp_path / "evaluations.jsonl").write_text('{"step": 0}\n{"step": 1')
     set_records_aside(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["previous-1", "previous-2"]
+
+
+def test_a_rollback_repeats_the_evaluations_that_still_count(tmp_path):
+    """Task b was not evaluated at the step of the rollback; a's first evaluation at 15 was undone before."""
+    told = [("a", 5, 0.1), ("b", 5, 0.2), ("a", 15, 0.3), ("a", 5, 0.1), ("a", 15, 0.4), ("a", 20, 0.5)]
+    told += [("b", 20, 0.6), ("new", 20, 0.7)]
+    line = {"metric": "reward", "direction": "higher", "prompts": "p"}
+    for task, step, value in told:
+        append_line(tmp_path / "evaluations.jsonl", {"task": task, "step": step, "values": [value], **line})
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 15)
+    seen = {task: [(e.step, e.values) for e in own] for task, own in read_run(tmp_path).evaluations.items()}
+    assert seen == {"a": [(5, [0.1]), (15, [0.4])], "b": [(5, [0.2])], "new": [(20, [0.7])]}
+
+
+def append_line(path, row):
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(dump_line(row))
 
 
 class Colour(enum.StrEnum):
