@@ -66,7 +66,7 @@ class Spending:
         return {**spent, "steps": float(len(self.spent["seconds"]))}
 
 
-def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Spending:
+def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 240) -> Spending:
     """Read the costs of every step from ``metrics.jsonl``, and the mean rewards of ``tasks``.
 
     Rewards are read from at most ``most_lines`` lines at equal distances. A line without a step number or
@@ -98,10 +98,12 @@ def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 400) -> Sp
             at = 0
             for task, name in names.items():  # mostly in the order of the line, so that it is searched once
                 where = line.find(name, at)
-                where = where if where >= 0 else line.find(name, 0, at)
-                at = max(at, where)
+                if where < 0:
+                    where = line.find(name, 0, at)
+                else:
+                    at = where
                 value = _number(line, where, name)
-                if not math.isnan(value):
+                if value == value:  # not NaN
                     found.rewards.setdefault(task, {})[step] = value
     return found
 
