@@ -11,6 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from multitask_rl.lazy import without_collector
+
 _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""
@@ -21,7 +23,8 @@ class BackgroundWriter(threading.Thread):
 
     ``target`` names the server in messages. Points wait up to ``gather_s`` seconds for others: one write of
     many costs less than many writes. At most ``max_queued`` calls and lists of points wait. After
-    ``max_failures`` in a row nothing more is sent; None = no limit.
+    ``max_failures`` in a row nothing more is sent; None = no limit. ``is_local``: a write ends in
+    milliseconds; the collector of garbage, which would take longer than the write, waits for its end.
     """
 
     def __init__(
@@ -33,8 +36,10 @@ class BackgroundWriter(threading.Thread):
         gather_s: float = 0.0,
         max_queued: int = 10_000,
         max_failures: int | None = 5,
+        is_local: bool = False,
     ) -> None:
         super().__init__(name=target, daemon=True)
+        self._collector = without_collector if is_local else contextlib.nullcontext
         self._log, self._max_per_batch, self._max_failures = log, max_per_batch, max_failures
         self._gather_s = gather_s
         self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
@@ -86,7 +91,8 @@ class BackgroundWriter(threading.Thread):
             self.num_failed += size
             return
         try:
-            call()
+            with self._collector():
+                call()
             self._num_failed_in_row = 0
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
             if self._num_failed_in_row == 0:

@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl.lazy import without_collector
 from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
@@ -310,7 +309,11 @@ class MLflowTracker(Tracker):
         self._has_inputs = bool(run.inputs and run.inputs.dataset_inputs)
         target = f"MLflow at {redact_text(self.uri)}"
         self._worker = BackgroundWriter(
-            target, self._send_metrics, max_per_batch=_GATHERED, gather_s=_GATHER_S
+            target,
+            self._send_metrics,
+            max_per_batch=_GATHERED,
+            gather_s=_GATHER_S,
+            is_local=self.uri.startswith("sqlite:///"),
         )
         self._worker.start()
         self._worker.put(partial(self._send_parameters, parameters))
@@ -425,12 +428,9 @@ class MLflowTracker(Tracker):
                         kind = first if name.startswith((_AT_A_GLANCE, _NEXT)) else new
                         kind.append(Metric(name, value, time_ms, step))
         new = first + new
-        # thousands of objects for a moment, and collecting is a third of the time; a server may let one wait
-        is_local = self.uri.startswith("sqlite:///")
-        with without_collector() if is_local else contextlib.nullcontext():
-            for index in range(0, len(new), MAX_PER_BATCH):
-                batch = new[index : index + MAX_PER_BATCH]
-                self._client.log_batch(self._run, metrics=batch, synchronous=True)
+        for index in range(0, len(new), MAX_PER_BATCH):
+            batch = new[index : index + MAX_PER_BATCH]
+            self._client.log_batch(self._run, metrics=batch, synchronous=True)
 
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
