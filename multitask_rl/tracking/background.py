@@ -16,15 +16,18 @@ from multitask_rl.lazy import without_collector
 _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""
+_LONGEST, _GROWS_S = 4.0, 300.0
+"""Points wait at most so many times as long as at first; seconds in which the time grows by as much again."""
 
 
 class BackgroundWriter(threading.Thread):
     """Runs queued calls in order and joins neighbouring points into batches for ``log``.
 
     ``target`` names the server in messages. Points wait up to ``gather_s`` seconds for others: one write of
-    many costs less than many writes. At most ``max_queued`` calls and lists of points wait. After
-    ``max_failures`` in a row nothing more is sent; None = no limit. ``is_local``: a write ends in
-    milliseconds; the collector of garbage, which would take longer than the write, waits for its end.
+    many costs less than many writes. The time grows to four times as much in a quarter of an hour. At most
+    ``max_queued`` calls and lists of points wait. After ``max_failures`` in a row nothing more is sent;
+    None = no limit. ``is_local``: a write ends in milliseconds; the collector of garbage, which would take
+    longer than the write, waits for its end.
     """
 
     def __init__(
@@ -69,14 +72,16 @@ class BackgroundWriter(threading.Thread):
     def run(self) -> None:
         """Make the queued calls in order; end when ``None`` comes out of the queue."""
         points: list[Any] = []
-        until_s = 0.0
+        until_s, began_s = 0.0, time.monotonic()
         item: Callable[[], None] | list[Any] | None = []
         while item is not None:
             item = []
             with contextlib.suppress(queue.Empty):
                 item = self._queue.get(timeout=max(0.0, until_s - time.monotonic()) if points else None)
             if isinstance(item, list):
-                until_s = until_s if points else time.monotonic() + self._gather_s
+                if not points:
+                    now = time.monotonic()
+                    until_s = now + self._gather_s * min(_LONGEST, 1 + (now - began_s) / _GROWS_S)
                 points = points + item
                 if item and len(points) < self._max_per_batch:
                     continue

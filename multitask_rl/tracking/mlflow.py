@@ -55,16 +55,19 @@ _MAX_PARAMETER = 500
 _MAX_TAG = 5000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
-_RESOLUTION, _HEADLINE_RESOLUTION = 20, 50
-"""Kept points of a curve lie at least this part of the steps made so far apart: all are kept before step 40,
+_RESOLUTION, _HEADLINE_RESOLUTION = 10, 50
+"""Kept points of a curve lie at least this part of the steps made so far apart: all are kept before step 20,
 and before step 100 those of the curves to look at first."""
+_TRACE_RESOLUTION = 20
+"""The same for traces, in seconds."""
 _TRACED = 2
 """Tasks that get traces at a time. A trace takes 30 ms, hundreds of tasks would take all of the time."""
 _NOTE = "mlflow.note.content"
 _PAGE = "report.html"
 _PAGE_LINE = f"Page of the run: [{_PAGE}]"
 _GATHER_S = 15.0
-"""Points of so many seconds go to the store together: in each write it looks up the newest of each metric."""
+"""Points of so many seconds, later of a minute, go to the store together: in each write it looks up the
+newest of each metric."""
 _GATHERED = 10 * MAX_PER_BATCH
 """So many points do not wait longer; most of them are not kept."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
@@ -523,7 +526,7 @@ class MLflowTracker(Tracker):
         The tasks of the step take turns.
         """
         now = time.monotonic()
-        apart = max(SAMPLES_EVERY_S, (now - self._started_s) / _RESOLUTION)
+        apart = max(SAMPLES_EVERY_S, (now - self._started_s) / _TRACE_RESOLUTION)
         if self._worker is None or now - self._traced_s < apart:
             return
         self._traced_s = now
