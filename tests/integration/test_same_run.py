@@ -44,12 +44,16 @@ tasks:
     rewards: [rewards.py:is_short]
     constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}]
 """
+KIND = ("vendor_id", "cpu family", "model")
 CLOCK = ("system/", "time", "second", "memory", "/s", "_s", "overlap", "utilisation", "waits_for")
 
 
 def machine() -> str:
     """Return what the bits of a sum depend on."""
-    return f"{platform.machine()} {torch.__version__} {torch.backends.cpu.get_cpu_capability()}"
+    told = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
+    lines = [line.split(":") for line in told.splitlines()]
+    kind = [f"{name.strip()}={value.strip()}" for name, value in lines if name.strip() in KIND]
+    return " ".join([platform.machine(), torch.__version__, torch.backends.cpu.get_cpu_capability(), *kind])
 
 
 def run(directory: Path) -> tuple[list[dict[str, float]], str]:

@@ -26,6 +26,9 @@ from multitask_rl.training.sketch import SIZE, sketch_gradient
 
 MAX_OVERFLOWS = 12
 """Times that the passes of a step are made again with a smaller loss scale (float16)."""
+ROUNDING = 1e-5
+"""Nats. Engine and trainer agree on a log-probability up to so much: what they differ by is rounding, and
+depends on the rows that the engine computed together."""
 
 
 class InProcess(TrainingBackend):
@@ -161,11 +164,15 @@ class InProcess(TrainingBackend):
                 rollout = stack([torch.tensor(one, dtype=torch.float32) for one in known])
             values = runner.values(name, batch, out, tokens)[in_loss] if algorithm.needs_critic else None
             entropy, old = out.entropy[tokens][in_loss], stack([c.old_logprobs for c in own])
+            old = logprobs.detach()[in_loss] if old is None else old
+            if rollout is not None:
+                # so a step does not depend on how engines share samples out, or on one that was lost
+                rollout = torch.where((old - rollout).abs() < ROUNDING, old, rollout)
             wants_entropy = algorithm.config.entropy_coefficient > 0
             is_in_loss = exact is not None or task.spec.kl.placement == "loss"
             token_batch = TokenBatch(
                 logprobs=logprobs[in_loss],
-                old_logprobs=logprobs.detach()[in_loss] if old is None else old,
+                old_logprobs=old,
                 advantages=torch.cat([c.advantages for c in own]).to(device)[in_loss],
                 # samples are numbered within the task: 0 .. len(own) - 1
                 sequence=torch.searchsorted(members, batch.sequence[tokens])[in_loss],

@@ -62,6 +62,27 @@ def test_engine_and_trainer_agree_on_the_sampled_tokens_and_the_first_update_cli
     assert report.task_metrics["b"]["clip_fraction"] == 0.0
 
 
+def test_the_last_digits_of_the_engine_do_not_reach_the_gradient():
+    """They depend on which rows an engine computes together: on other replicas, or after one was lost."""
+
+    def gradient(noise):
+        scored = sampled("ab", top_p=0.9)
+        for number, s in enumerate(scored):
+            said = s.rollout.rollout_logprobs
+            said[:] = [value + noise * (-1) ** (number + place) for place, value in enumerate(said)]
+        bench = Bench()
+        report = bench.update(scored)
+        return bench.gradient, report.task_metrics["b"]["mismatch_max"]
+
+    exact, mismatch = gradient(0.0)
+    noisy, same = gradient(4e-6)
+    assert mismatch == same == 0.0
+    assert all(torch.equal(exact[name], noisy[name]) for name in exact)
+    other, far = gradient(1e-3)
+    assert far == pytest.approx(1e-3, rel=0.01)
+    assert not all(torch.equal(exact[name], other[name]) for name in exact)
+
+
 def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_denominator():
     scored = sampled("b")
     for s in scored[:8]:
