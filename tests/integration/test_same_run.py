@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "builders"))
 
-from run_builders import run_config, train, weights_hash, write_run
+from run_builders import lines, run_config, train, weights_hash, write_run
 
 RECORD = Path(__file__).parents[1] / "fixtures" / "same_run.json"
 TASKS = """
@@ -81,6 +81,17 @@ def test_the_run_is_the_recorded_one(tmp_path) -> None:
     for now, before in zip(rows, recorded["rows"], strict=True):
         assert {name: now.get(name) for name in before} == before
     assert weights == recorded["weights"]
+
+
+def test_the_rows_that_an_engine_computes_together_change_no_weight(tmp_path) -> None:
+    """As replicas of Ray share samples out, and repeat those of one that was lost."""
+    write_run(tmp_path, TASKS)
+    found = {}
+    for tokens in (4096, 48):  # all rows at once, or one to three
+        config = run_config(tmp_path, str(tokens), 6)
+        trainer = train(replace(config, rollout=replace(config.rollout, max_batch_tokens=tokens)))
+        found[tokens] = lines(tmp_path / str(tokens), "metrics.jsonl", without=CLOCK), weights_hash(trainer)
+    assert found[4096] == found[48]
 
 
 if __name__ == "__main__":
