@@ -91,7 +91,7 @@ def main_compare(argv: Sequence[str]) -> int:
                 f"compare needs two runs, and there is one: {arms[0].runs[0].name}{reasons}; "
                 "`multitask-rl report RUN` shows one"
             )
-        # the bytes of one record are read while the numbers of another are: half of the time of both
+        # one thread waits for the bytes of a record while the other searches those of another
         with ThreadPoolExecutor(2) as pool:
             reading = [
                 [

@@ -27,7 +27,7 @@ from multitask_rl.training.sketch import SIZE, sketch_gradient
 MAX_OVERFLOWS = 12
 """Times that the passes of a step are made again with a smaller loss scale (float16)."""
 ROUNDING = 1e-5
-"""Nats. Engine and trainer agree on a log-probability up to so much: what they differ by is rounding, and
+"""Nats. A smaller difference between the log-probabilities of engine and trainer is rounding of float32. It
 depends on the rows that the engine computed together."""
 
 
