@@ -1,9 +1,9 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
 A background thread does all writes after ``start``; a failing server costs numbers, never the run. MLflow
-takes 0.1 ms of a processor for a point, so it gets every point of the first steps alone, then one per so many
-steps that its database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete points: a
-resumed run sends the points that MLflow lacks and leaves out those that it has of repeated steps.
+takes 0.1 to 0.2 ms of a processor for a point, so it gets every point of the first steps alone, then one per
+so many steps that its database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete
+points: a resumed run sends the points that MLflow lacks and leaves out those that it has of repeated steps.
 
 The curves to look at first have a second name in ``at_a_glance``, the group that MLflow shows first. Rows are
 datasets of the run, some stored rollouts its traces, and saved weights versions of a registered model that
@@ -285,8 +285,8 @@ class MLflowTracker(Tracker):
         self._events_written_s = time.monotonic()
         self._started_s = time.monotonic()
         self._traced_s = -math.inf
-        self._traced: dict[str, None] = {}
-        """Tasks that have traces, the one whose are newest last."""
+        self._traced: dict[str, float] = {}
+        """Task -> when it got traces last."""
         self._refused: set[str] = set()
         """Kinds of things that the store did not take."""
         self._has_inputs = False
@@ -530,12 +530,9 @@ class MLflowTracker(Tracker):
         if self._worker is None or now - self._traced_s < apart:
             return
         self._traced_s = now
-        order = {task: place for place, task in enumerate(self._traced, start=1)}
         there = dict.fromkeys(item.rollout.prompt.task for item in scored)
-        chosen = sorted(there, key=lambda task: order.get(task, 0))[:_TRACED]
-        for task in chosen:
-            self._traced.pop(task, None)
-            self._traced[task] = None
+        chosen = sorted(there, key=lambda task: self._traced.get(task, -math.inf))[:_TRACED]
+        self._traced |= dict.fromkeys(chosen, now)
         for item in best_and_worst([item for item in scored if item.rollout.prompt.task in chosen]):
             self._offer("traces", partial(self._send_trace, scored_to_dict(item, step)))
 

@@ -98,12 +98,10 @@ def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 240) -> Sp
             at = 0
             for task, name in names.items():  # mostly in the order of the line, so that it is searched once
                 where = line.find(name, at)
-                if where < 0:
-                    where = line.find(name, 0, at)
-                else:
-                    at = where
+                where = where if where >= 0 else line.find(name, 0, at)
+                at = max(at, where)
                 value = _number(line, where, name)
-                if value == value:  # not NaN
+                if not math.isnan(value):
                     found.rewards.setdefault(task, {})[step] = value
     return found
 

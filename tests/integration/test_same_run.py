@@ -84,7 +84,7 @@ def test_the_run_is_the_recorded_one(tmp_path) -> None:
 
 
 def test_the_rows_that_an_engine_computes_together_change_no_weight(tmp_path) -> None:
-    """As replicas of Ray share samples out, and repeat those of one that was lost."""
+    """As replicas of Ray share samples out, and repeat those of one that was lost; without staleness."""
     write_run(tmp_path, TASKS)
     found = {}
     for tokens in (4096, 48):  # all rows at once, or one to three

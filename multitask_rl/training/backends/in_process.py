@@ -166,7 +166,7 @@ class InProcess(TrainingBackend):
             entropy, old = out.entropy[tokens][in_loss], stack([c.old_logprobs for c in own])
             old = logprobs.detach()[in_loss] if old is None else old
             if rollout is not None:
-                # so a step does not depend on how engines share samples out, or on one that was lost
+                # so a step on new samples does not depend on how engines share them out, or on a lost one
                 rollout = torch.where((old - rollout).abs() < ROUNDING, old, rollout)
             wants_entropy = algorithm.config.entropy_coefficient > 0
             is_in_loss = exact is not None or task.spec.kl.placement == "loss"

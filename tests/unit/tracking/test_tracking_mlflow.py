@@ -429,7 +429,7 @@ def test_tasks_take_turns_with_traces(tmp_path: Path, monkeypatch: pytest.Monkey
     found = MlflowClient(tracking_uri=tracker.uri).search_traces(locations=["1"])
     seen = sorted((int(trace.info.tags["step"]), trace.info.tags["task"]) for trace in found)
     assert seen == sorted(
-        2 * [(1, "a"), (1, "b"), (2, "c"), (2, "a"), (3, "c"), (3, "a"), (4, "d"), (5, "b"), (5, "c")]
+        2 * [(1, "a"), (1, "b"), (2, "c"), (2, "a"), (3, "c"), (3, "a"), (4, "d"), (5, "b"), (5, "a")]
     )
 
 
