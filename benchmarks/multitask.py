@@ -31,6 +31,7 @@ CLAIMS = {
     "turns": "claims.turns",
     "smollm2": "claims.smollm2",
     "smollm2_static": "claims.smollm2_static",
+    "smollm2_long": "claims.smollm2_long",
     "razor": "claims.razor",
 }
 """Name on the command line -> module with ``CLAIM``."""

@@ -53,6 +53,7 @@ EVERY = 4
 FOUND_WITHIN = 2
 """Evaluations in which the guard has to find the fault."""
 NUM_TEST = 96
+"""Test prompts per task; an arm's ``num_test`` is another number."""
 NUM_ANCHORS = 16
 SETTINGS: Mapping[str, Any] = {
     "num_threads": 1,
@@ -87,7 +88,13 @@ class _Run:
 
     @property
     def folder(self) -> Path:
-        return self.options.directory / "runs" / f"smollm2-{self.arm.name}" / str(self.seed)
+        name = f"smollm2-{self.arm.name}-{self.options.steps}"
+        return self.options.directory / "runs" / name / str(self.seed)
+
+    @property
+    def num_test(self) -> int:
+        own = self.arm.settings.get("num_test", NUM_TEST)
+        return int(self.options.extra.get("eval", {}).get("num_prompts", own))
 
     def config(self, tasks: Mapping[str, Any], **overrides: Any) -> RunConfig:
         """Return the configuration; ``options.extra`` lies over the claim's settings."""
@@ -101,7 +108,7 @@ class _Run:
             "seed": self.seed,
             "scheduler": self.arm.settings.get("scheduler", {}),
         }
-        for layer in (SETTINGS, own, self.options.extra, overrides):
+        for layer in (SETTINGS, own, self.arm.settings.get("run", {}), self.options.extra, overrides):
             document = merged(document, layer)
         return build_dataclass(RunConfig, document, Where(self.arm.name))
 
@@ -194,7 +201,7 @@ def summarise(before: Values, after: Values) -> Metrics:
 
 def base_values(run: _Run) -> Values:
     """Return the values of the untrained model on the seed's test prompts; the arms share them."""
-    file = run.options.directory / "smollm2" / "base" / f"{run.seed}.json"
+    file = run.options.directory / "smollm2" / "base" / f"{run.seed}-{run.num_test}.json"
     if not file.is_file():
         values = test_values(run, _prepared(run.options)["actor"])
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -206,11 +213,10 @@ def base_values(run: _Run) -> Values:
 def test_values(run: _Run, weights: str) -> Values:
     """Return the values of a model directory on the seed's test prompts."""
     tasks = _prepared(run.options)["tasks"]
-    number = run.options.extra.get("eval", {}).get("num_prompts", NUM_TEST)
     config = run.config(
         {name: {**entry, "eval_split": "test", "evaluation_only": True} for name, entry in tasks.items()},
         model={"name_or_path": weights},
-        eval={"num_prompts": number},
+        eval={"num_prompts": run.num_test},
         guard={"enabled": False},
         checkpoint={"resume": "never"},
         output_dir=str(run.folder / "test"),

@@ -272,7 +272,8 @@ class RayEngine(RolloutEngine):
         return None
 
     def _number(self) -> str:
-        return f"{len(self._ready)} of {len(self._open())} are at work"
+        number = len(self._open())
+        return f"{number - len(self._absent)} of {number} are at work"  # also those that take weights
 
     def _tell(self, kind: str, reason: str) -> None:
         _LOG.info("%s", reason)

@@ -98,7 +98,9 @@ class SafetyGuard(Guard):
         """Values per prompt of the evaluation that was last judged good, by watched metric."""
         self._good_at, self._since_good = 0, 0
         """Its step, and the evaluations after it."""
-        self._fresh: dict[str, list[list[float]]] = {}
+        self._fresh: dict[str, list[list[list[float]]]] = {}
+        """Of the present alarm, by metric: for the present and for the good weights, the values of each fresh
+        evaluation."""
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
         self._rungs: dict[str, int] = {}
@@ -283,7 +285,9 @@ class SafetyGuard(Guard):
         # absent in older checkpoints
         self._good_at = state["confirmation"].get("good_at", 0)
         self._since_good = state["confirmation"].get("since_good", 0)
-        self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
+        fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
+        # older checkpoints have one list of values a side
+        self._fresh = {k: v for k, v in fresh.items() if all(isinstance(own, list) for own in v[0])}
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
         own = state["response"]
@@ -389,8 +393,9 @@ class SafetyGuard(Guard):
         The numbers of the test are added to ``statistics``.
 
         A fresh evaluation samples from both weights with new seeds. It is independent of the detector: a
-        false alarm passes only if both err by chance. Fresh evaluations of one alarm are pooled: two or three
-        show a fall that is too small for one. If no weights were judged good yet, there is nothing to compare
+        false alarm passes only if both err by chance. Of several fresh evaluations of one alarm each prompt
+        has its mean: two or three show a fall that is too small for one, unless the texts are fixed, of which
+        another evaluation says nothing new. If no weights were judged good yet, there is nothing to compare
         with and the detector alone decides.
         """
         stored = metric.find(evaluation)
@@ -399,10 +404,11 @@ class SafetyGuard(Guard):
         fresh = confirm(metric.task) if confirm is not None else None
         pair = [found for side in fresh or () if (found := metric.find(side)) is not None]
         if len(pair) == 2:
-            samples = self._fresh.setdefault(metric.key, [[], []])
-            for sample, found in zip(samples, pair, strict=True):
-                sample.extend(found.values)
-            limit = self.config.confirm_z
+            if any(len(own.values) != len(self._fresh_means(metric.key)[0]) for own in pair):
+                self._fresh[metric.key] = [[], []]  # the first of the alarm, or the task has other prompts
+            for kept, found in zip(self._fresh[metric.key], pair, strict=True):
+                kept.append(list(found.values))
+            samples, limit = self._fresh_means(metric.key), self.config.confirm_z
         elif self._good.get(metric.key):
             samples, limit = [list(stored.values), self._good[metric.key]], self.config.stored_z
         else:
@@ -412,6 +418,11 @@ class SafetyGuard(Guard):
         statistics["paired_prompts"] = float(test.num_prompts)
         overwhelming = fresh is None and statistics["cusum"] > _OVERWHELMING * statistics["cusum_limit"]
         return test.z > limit or overwhelming, fresh[1] if fresh else None
+
+    def _fresh_means(self, key: str) -> list[list[float]]:
+        """Return for the present and the good weights the mean of each prompt over the fresh evaluations."""
+        sides = self._fresh.get(key, [[], []])
+        return [[summarise(values).mean for values in zip(*side, strict=True)] for side in sides]
 
     def _find_change(
         self, metric: WatchedMetric, good: TaskEvaluation | None, statistics: dict[str, float]
@@ -425,7 +436,7 @@ class SafetyGuard(Guard):
         if good is None or found is None or not states or metric.key not in self._fresh:
             return ""
         # all evaluations of the good weights since the alarm began
-        now, then = summarise(self._fresh[metric.key][1]), states[-1]
+        now, then = summarise(self._fresh_means(metric.key)[1]), states[-1]
         value = now.mean * found.direction.sign + (
             bool(metric.is_unit) and found.direction is Direction.lower
         )

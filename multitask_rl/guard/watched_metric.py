@@ -150,7 +150,10 @@ class WatchedMetric:
     """As the user states it; ``none`` = as the metric declares."""
     detector: RegressionDetector = field(default_factory=RegressionDetector)
     is_unit: bool | None = None
-    """Values lie in [0, 1], as declared or as the first evaluation shows; None before it."""
+    """Values lie in [0, 1]: as declared or, without a declaration, as in the first evaluation; None before."""
+    least_scale: float = 0.0
+    """Smallest value that a relative drop refers to: 1 for a metric that begins at its best value, 0 (the KL
+    to the initial actor), so that a drop is in the metric's unit."""
 
     @property
     def key(self) -> str:
@@ -168,12 +171,16 @@ class WatchedMetric:
             return False
         if self.is_unit is None:
             seen = [v for v in statistic.values if math.isfinite(v)] or [statistic.mean]
-            declared = (statistic.low, statistic.high) == (0.0, 1.0)
-            self.is_unit = declared or all(0.0 <= v <= 1.0 for v in seen)
+            ends = statistic.low, statistic.high
+            is_undeclared = ends == (-math.inf, math.inf)
+            self.is_unit = ends == (0.0, 1.0) or (is_undeclared and all(0.0 <= v <= 1.0 for v in seen))
+            is_lower = statistic.direction is Direction.lower
+            if is_lower and not self.is_unit and ends[0] == 0.0 and not any(seen):
+                self.least_scale = 1.0
         value = statistic.score + (self.is_unit and statistic.direction is Direction.lower)
         floor = _MIN_UNIT_VARIANCE if self.is_unit else _MIN_VARIANCE
         error = max(statistic.error, math.sqrt(floor / statistic.n))
-        scale = 0.0 if self.is_unit else error * math.sqrt(statistic.n)
+        scale = 0.0 if self.is_unit else max(error * math.sqrt(statistic.n), self.least_scale)
         self.detector.observe(value, error, evaluation.step, settings, scale=scale)
         return True
 
@@ -257,11 +264,12 @@ class WatchedMetric:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {"is_unit": self.is_unit, "detector": asdict(self.detector)}
+        own = {"is_unit": self.is_unit, "least_scale": self.least_scale}
+        return {**own, "detector": asdict(self.detector)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self.is_unit = state["is_unit"]
+        self.is_unit, self.least_scale = state["is_unit"], state.get("least_scale", 0.0)
         self.detector = RegressionDetector(**state["detector"])
 
 

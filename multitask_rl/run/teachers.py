@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
@@ -48,7 +50,12 @@ def load_teachers(
             )
         model = teacher.model
         rows = int(actor.model.config.get_text_config().vocab_size)
-        if int(model.config.get_text_config().vocab_size) != rows:  # padding, or control tokens
+        known = int(model.config.get_text_config().vocab_size)
+        if known != rows:  # padding, or control tokens
             model.resize_token_embeddings(rows, mean_resizing=False)
+            with torch.no_grad():  # new rows as the actor's, not random: a resumed run has the same teacher
+                for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+                    if layer is not None:
+                        layer.weight[known:] = layer.weight[:known].mean(dim=0)
         loaded[spec.teacher] = model.requires_grad_(False).eval()
     return {name: loaded[spec.teacher] for name, spec in specs.items() if spec.teacher}

@@ -15,7 +15,16 @@ from dataclasses import dataclass, replace
 
 from multitask_rl.algorithms.anchor import Anchor, measures_kl
 from multitask_rl.models.actor import Actor
-from multitask_rl.records import Direction, Prompt, Rollout, Scored, Statistic, TaskEvaluation, TrainSample
+from multitask_rl.records import (
+    Direction,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Scored,
+    Statistic,
+    TaskEvaluation,
+    TrainSample,
+)
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
@@ -81,14 +90,17 @@ class TextMeter:
             ids_of = zip(missing, self._sample(task, missing, "anchor"), strict=True)
             task.anchor.responses |= {prompt.row_id: ids for prompt, ids in ids_of}
             texts = [task.anchor.responses[p.row_id] for p in prompts]
-        samples = []
+        samples, most = [], self.actor.max_length or None
+        # what is trained is measured as it is trained: within grammar and suppressed tokens
+        sampling = SamplingParams() if task.spec.kind == "anchor" else task.sampling
         for prompt, text in zip(prompts, texts, strict=True):
             context, ids = prompt.prompt_ids, text[:max_tokens]
             if plain:  # the first token stands alone where no token begins a text
                 bos = self.actor.tokenizer.bos_token_id
                 context, ids = ([bos], ids) if bos is not None else (ids[:1], ids[1:])
+            ids = ids[: most and most - len(context)]  # the rest of a longer text has no position
             if ids:
-                rollout = Rollout(prompt=prompt, sample=0, response_ids=ids)
+                rollout = Rollout(prompt=prompt, sample=0, response_ids=ids, sampling=sampling)
                 own = {"scored": Scored(rollout=rollout, reward=None), "rollout_logprobs": []}
                 samples.append(TrainSample(prompt_ids=context, response_ids=ids, **own))  # type: ignore[arg-type]
         return samples

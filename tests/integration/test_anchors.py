@@ -24,7 +24,7 @@ tasks:
   chat: {{type: "{ANCHOR}", dataset: digit.jsonl}}
   kept: {{type: "{ANCHOR}", dataset: digit.jsonl, rewards: [rewards.py:starts_right], solved_at: 1}}
 """
-TEXTS = ["the quick brown fox", "a dog", "1 + 1 = 2"]
+TEXTS = ["the quick brown fox", "a dog", "1 + 1 = 2", "more than the model has positions " * 9]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_loss_and_kl_of_texts_are_those_of_a_naive_loop(finished):
     for step, model in ((0, base), (4, actor)):
         found = history[step]["wiki"]
         for text, loss, kl in zip(TEXTS, found.values, found.metrics["kl"].values, strict=True):
-            ids = torch.tensor([tokenizer(text)["input_ids"]])
+            ids = torch.tensor([tokenizer(text)["input_ids"]])[:, : trainer.actor.max_length]
             with torch.no_grad():
                 p, q = (m(ids).logits[0, :-1].log_softmax(-1) for m in (base, model))
             assert loss == pytest.approx(-q.gather(-1, ids[0, 1:, None]).mean().item(), abs=1e-5)

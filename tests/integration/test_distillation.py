@@ -11,7 +11,7 @@ from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.trainer import Trainer
-from run_builders import run_config, undocumented, weights_hash, write_run
+from run_builders import build_actor, run_config, undocumented, weights_hash, write_run
 
 SFT, DISTILL = "multitask_rl.algorithms.sft:SFT", "multitask_rl.algorithms.distill:Distill"
 ONE = f"""
@@ -137,6 +137,28 @@ def test_a_run_with_answers_and_a_teacher_resumes_as_if_it_had_not_stopped(mixed
     directory, trainer = mixed
     run_mixed(directory, "cut", 2)
     assert weights_hash(run_mixed(directory, "cut", 4)) == weights_hash(trainer)
+
+
+def test_the_held_out_kl_is_within_what_may_be_sampled(tmp_path):
+    """Equal weights, beside a task that adds tokens; one response only, whatever the weights."""
+    write_run(
+        tmp_path,
+        f"""
+tasks:
+  same: {{type: "{DISTILL}", teacher: actor, dataset: copy.jsonl}}
+  forced: {{type: "{DISTILL}", teacher: other, dataset: copy.jsonl, constraints: [
+    {{mode: grammar, config: {{regex: "7{{3}}"}}}}]}}
+  free: {{type: "{DISTILL}", teacher: other, dataset: copy.jsonl}}
+  quark: {{type: reward_conditioned, dataset: copy.jsonl, rewards: [rewards.py:is_short]}}
+""",
+    )
+    other = build_actor(seed=5)
+    other.save(tmp_path / "other")
+    with Trainer.from_config(settings(tmp_path, "run", 1)) as trainer:
+        found = {name: own.primary.mean for name, own in trainer.evaluate().items()}
+    assert found["same"] == pytest.approx(0.0, abs=1e-6)
+    assert found["forced"] == pytest.approx(0.0, abs=1e-6)
+    assert found["free"] > 1e-3
 
 
 def test_answers_are_trained_on_with_their_end_and_are_not_scored(mixed):

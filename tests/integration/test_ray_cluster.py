@@ -33,7 +33,9 @@ def cluster(monkeypatch):
     monkeypatch.setenv("RAY_health_check_initial_delay_ms", "0")
     monkeypatch.setenv("RAY_health_check_period_ms", "300")
     monkeypatch.setenv("RAY_health_check_failure_threshold", "3")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    # none of the services that nothing here asks: each imports Ray for seconds
+    bare = {"no_monitor": True, "include_dashboard": False, "include_log_monitor": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **bare})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)  # each replica takes a whole CPU
     try:
         yield cluster

@@ -430,19 +430,61 @@ def test_good_weights_older_than_the_recorded_evaluations_say_nothing_about_the_
     assert (decision.action, "has changed" in decision.reason) == (GuardAction.warn, False)
 
 
-def test_fresh_evaluations_of_one_alarm_are_pooled() -> None:
-    """Each fresh evaluation alone is too small (z = 2.4), two of them confirm."""
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_fresh_evaluations_of_one_alarm_are_pooled_by_prompt(is_fixed: bool) -> None:
+    """One is too small (z = 2.4); two confirm, unless the second has the same values (fixed texts)."""
     guard = _guard()
     _run(guard, [0.6] * 10)
-    current, reference = _constant({"a": 0.60}, 0)["a"], _constant({"a": 0.63}, 0)["a"]
-    actions = [
-        guard.observe(
-            100 + i, _constant({"a": 0.3, "b": 0.7}, 100 + i), confirm=lambda task: (current, reference)
-        )
-        for i in range(3)
+
+    def fresh(number: int) -> tuple[TaskEvaluation, TaskEvaluation]:
+        first = 0 if is_fixed else 70 * number  # other prompts than before
+        sides = [[i in range(first, first + solved) for i in range(200)] for solved in (120, 126)]
+        current, good = (make_evaluation(side, task="a", step=100 + number) for side in sides)
+        return current, good
+
+    decisions = [
+        guard.observe(100 + i, _constant({"a": 0.3, "b": 0.7}, 100 + i), confirm=lambda _, i=i: fresh(i))
+        for i in range(2)
     ]
-    assert [d.action for d in actions[:2]] == [GuardAction.warn, GuardAction.rollback]
-    assert actions[1].statistics["paired_prompts"] == 400
+    confirmed = GuardAction.warn if is_fixed else GuardAction.rollback
+    assert [d.action for d in decisions] == [GuardAction.warn, confirmed]
+    assert decisions[1].statistics["paired_prompts"] == 200
+
+
+def _losses(mean: float, longest: float, step: int, name: str = "loss") -> dict[str, TaskEvaluation]:
+    values = [longest, *(mean + 0.005 * (i % 5 - 2) for i in range(255))]
+    own = summarise(values, direction=Direction.lower, low=0.0, keep=range(256))
+    return {"a": make_evaluation([0.5] * 256, task="a", step=step, metrics={name: own})}
+
+
+@pytest.mark.parametrize("longest", [0.99, 1.05])
+@pytest.mark.parametrize(
+    ("before", "after", "acts"), [(0.97, 1.97, True), (0.9, 0.93, False), (0.3, 0.36, True)]
+)
+def test_a_loss_is_watched_the_same_way_whether_its_first_values_are_below_one(
+    longest: float, before: float, after: float, acts: bool
+) -> None:
+    guard = _guard("a", monitor_metrics=["a/loss"])
+    decisions = [guard.observe(10 * i, _losses(before, longest, 10 * i)) for i in range(8)]
+    decisions += [guard.observe(10 * i, _losses(after, longest, 10 * i)) for i in range(8, 30)]
+    assert {d.action for d in decisions[:8]} == {GuardAction.keep}
+    assert any(d.action is GuardAction.rollback for d in decisions) == acts
+
+
+def test_a_drop_of_the_kl_to_the_initial_actor_is_in_nats() -> None:
+    guard = _guard("a", monitor_metrics=["a/kl"], threshold_delta=-0.2)
+
+    def observe(kl: float, step: int) -> GuardDecision:
+        values = [kl * (0.9 + 0.05 * (i % 5)) for i in range(256)]
+        own = summarise(values, direction=Direction.lower, low=0.0, keep=range(256))
+        return guard.observe(step, {"a": make_evaluation([0.5], task="a", step=step, metrics={"kl": own})})
+
+    calm = [observe(0.001 * i, 10 * i) for i in range(10)] + [observe(0.09, 10 * i) for i in range(10, 30)]
+    assert {d.action for d in calm} == {GuardAction.keep}
+    far = [observe(0.3, 10 * i) for i in range(30, 33)]
+    (found,) = [d for d in far if d.action is GuardAction.rollback][:1]
+    assert found.statistics["value"] == pytest.approx(-0.3, abs=0.01)
+    assert found.statistics["relevant_drop"] == pytest.approx(0.2)
 
 
 def test_the_ladder_is_climbed_one_rung_per_alarm_and_a_deep_fall_goes_to_its_end() -> None:
