@@ -502,6 +502,9 @@ class TaskEvaluation:
     """Responses per prompt; a value of a prompt is their mean."""
     num_failed: int = 0
     """Responses whose scoring failed; to others without a value the primary metric does not apply."""
+    definition: str = ""
+    """Hash of what gives the primary metric its values (``statistics.definitions.definition``); empty = not
+    known. Values of two definitions are not compared."""
     metrics: Mapping[str, Statistic] = field(default_factory=dict)
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
 

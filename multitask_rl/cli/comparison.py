@@ -35,7 +35,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
 from multitask_rl.records import Direction
 from multitask_rl.report.comparison_page import render_comparison_page
-from multitask_rl.report.differences import IGNORED, Pair, difference_rows, share_prompts
+from multitask_rl.report.differences import IGNORED, Pair, are_alike, difference_rows, share_prompts
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
@@ -360,10 +360,15 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
         apart: list[str] = []
         for task in (task for task in base.tasks if task in other.tasks):
             pair = _pair(base, other, task, step)
-            if len({_kind(e) for side in (pair.first, pair.second) for e in side}) > 1:
+            first, second = pair.first[0], pair.second[0]
+            if not are_alike(*pair.first, *pair.second):
                 notes.append(
-                    f"task {task!r} is judged by {pair.first[0].metric!r} in {base.name} and by "
-                    f"{pair.second[0].metric!r} in {other.name}: compare runs with the same primary_metric"
+                    f"task {task!r} is judged by {first.metric!r} in {base.name} and by "
+                    f"{second.metric!r} in {other.name}: compare runs with the same primary_metric"
+                    if first.metric != second.metric
+                    else f"task {task!r} has another definition of {first.metric!r} in {base.name} than in "
+                    f"{other.name} (rewards, weights, penalties, environment or teacher), so its values are "
+                    "not compared; 'multitask-rl eval' judges both models by one tasks file"
                 )
                 continue
             pairs[index, task] = pair
@@ -416,10 +421,10 @@ def costs(
     Without ``level`` it is the mean of the first arm at ``step`` (None = its last), per task. A run reaches
     it with the first evaluation whose mean is as good. Numbers are means over the runs that have them.
     """
-    levels, kinds = {}, {}
+    levels, base = {}, dict[str, Evaluation]()
     for task in arms[0].tasks:
         chosen = arms[0].evaluations(task, step)
-        kinds[task] = _kind(chosen[0])
+        base[task] = chosen[0]
         means = [e.mean for e in chosen if math.isfinite(e.mean)]
         levels[task] = level if level is not None else math.fsum(means) / len(means) if means else math.nan
     spent: list[dict[str, float]] = []
@@ -432,7 +437,7 @@ def costs(
             found = []
             for run, spending in zip(arm.runs, of_runs, strict=True):
                 # a run may be judged by another metric, or have been before a resume
-                own = [e for e in run.evaluations.get(task, ()) if _kind(e) == kinds[task]]
+                own = [e for e in run.evaluations.get(task, ()) if are_alike(e, base[task])]
                 if own:
                     found.append(next((spending.at(e.step) for e in own if _is_as_good(e, goal)), None))
             there = [at for at in found if at is not None]
@@ -445,11 +450,6 @@ def costs(
                 begins = f"{run.name} begins at step {spending.steps[0] - 1}"
                 notes.append(f"{begins}: what was spent before it is not known, so its costs are not told")
     return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
-
-
-def _kind(evaluation: Evaluation) -> tuple[str, Direction]:
-    """Return what must be equal for two evaluations to be compared."""
-    return evaluation.metric, evaluation.direction
 
 
 def _is_as_good(evaluation: Evaluation, level: float) -> bool:
@@ -488,7 +488,7 @@ def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[
         for task in arm.tasks:
             last = arm.evaluations(task, step)
             first = [run.evaluations[task][0] for run in arm.runs if task in run.evaluations]
-            if any(_kind(a) != _kind(b) for a, b in zip(first, last, strict=True)):
+            if not all(map(are_alike, first, last)):
                 continue
             run = next(run for run in arm.runs if task in run.evaluations)
             crossed = arm.is_crossed(task, first) and arm.is_crossed(task, last)
@@ -520,7 +520,7 @@ def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
         task
         for task in arms[0].tasks
         if all(task in arm.tasks for arm in arms)
-        and len({_kind(e) for arm in arms for e in arm.evaluations(task, step)}) == 1
+        and are_alike(*(e for arm in arms for e in arm.evaluations(task, step)))
     ]
     points = []
     for arm in arms:

@@ -130,7 +130,7 @@ def _render_report(result: Mapping[str, Any]) -> str:
     parts = [f"run: {result['run']}", task_table(result["tasks"], ("before", "after"))]
     parts += [
         f"{task}: not compared with the evaluations at steps {', '.join(map(str, row['left_out']))}, "
-        f"which were not judged by {row['metric']!r} in the same direction"
+        f"which were not judged by {row['metric']!r} of the same definition and direction"
         for task, row in result["tasks"].items()
         if row["left_out"]
     ]

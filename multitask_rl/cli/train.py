@@ -193,17 +193,19 @@ def config_keys() -> dict[str, Any]:
 def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
     """Return the configuration that ``arguments`` override: recorded in ``output_dir``, or the defaults.
 
-    The record counts if no tasks file and no other source is given. ``trusts`` allows code that it names.
+    The record counts if no other source is given; a tasks file without a model takes the place of its tasks.
+    ``trusts`` allows code that the record names.
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     run = Path(given.get("output_dir", "").strip("'\""))
-    has_other = "tasks_file" in given or any(key.startswith("+") or key in OTHER_SOURCES for key in given)
+    is_whole = {"tasks_file", "model.name_or_path"} <= given.keys()
+    has_other = is_whole or any(key.startswith("+") or key in OTHER_SOURCES for key in given)
     if has_other or "output_dir" not in given or not (run / RECORD).is_file():
         return RunConfig
     if not trusts:
         refuse_code_in(run / RECORD)
     config: RunConfig = _literal(recorded_config(run))
-    return config
+    return replace(config, tasks={}) if "tasks_file" in given else config
 
 
 def _literal(value: Any) -> Any:

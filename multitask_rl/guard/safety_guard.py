@@ -144,6 +144,11 @@ class SafetyGuard(Guard):
             if is_cooling:
                 metric.detector.cusum = 0.0
             evaluation = evaluations.get(metric.task)
+            if evaluation is not None and (event := metric.begin_anew(evaluation)):
+                events.append(event)
+                self._good.pop(metric.key, None)
+                self._fresh.pop(metric.key, None)
+                self._hacking.forget()  # another scale would look as if one value rose and the other fell
             missing = f"{metric.key}#missing"
             if evaluation is not None and metric.observe(evaluation, self._settings):
                 self._warned.discard(missing)
@@ -190,9 +195,15 @@ class SafetyGuard(Guard):
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back."""
         good = [c for c in checkpoints if c.judged_good and 0 <= self._step - c.step <= self.rollback_steps]
-        states = [(at, own[self._fallen]["detector"]) for at, own in self._snapshots if self._fallen in own]
-        seen = [(at, state["value"], state["error"]) for at, state in states]
+        seen = [(at, state["value"], state["error"]) for at, state in self._seen(self._fallen)]
         return choose_target(good, seen, fell_after=self._good_until)
+
+    def _seen(self, key: str) -> list[tuple[int, dict[str, Any]]]:
+        """Return the evaluated steps and a metric's detector then; none of another definition."""
+        now = {metric.key: metric.definition for metric in self._watched}
+        states = [(at, own[key]) for at, own in self._snapshots if key in own]
+        known = [(at, own) for at, own in states if own.get("definition", "") in ("", now.get(key))]
+        return [(at, own["detector"]) for at, own in known]
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
@@ -432,7 +443,7 @@ class SafetyGuard(Guard):
         ``statistics`` gets the test: of independent means, because a snapshot keeps no values per prompt.
         """
         found = metric.find(good) if good is not None else None
-        states = [own[metric.key]["detector"] for at, own in self._snapshots if good and at == good.step]
+        states = [state for at, state in self._seen(metric.key) if good and at == good.step]
         if good is None or found is None or not states or metric.key not in self._fresh:
             return ""
         # all evaluations of the good weights since the alarm began

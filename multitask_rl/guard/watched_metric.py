@@ -150,10 +150,13 @@ class WatchedMetric:
     """As the user states it; ``none`` = as the metric declares."""
     detector: RegressionDetector = field(default_factory=RegressionDetector)
     is_unit: bool | None = None
-    """Values lie in [0, 1]: as declared or, without a declaration, as in the first evaluation; None before."""
+    """Values lie in [0, 1], as declared or, undeclared, in the first evaluation; None before it."""
     least_scale: float = 0.0
     """Smallest value that a relative drop refers to: 1 for a metric that begins at its best value, 0 (the KL
     to the initial actor), so that a drop is in the metric's unit."""
+
+    definition: str = ""
+    """``TaskEvaluation.definition`` of what the detector has seen; empty = not known."""
 
     @property
     def key(self) -> str:
@@ -183,6 +186,19 @@ class WatchedMetric:
         scale = 0.0 if self.is_unit else max(error * math.sqrt(statistic.n), self.least_scale)
         self.detector.observe(value, error, evaluation.step, settings, scale=scale)
         return True
+
+    def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
+        """Forget everything if the task's metric is defined otherwise than before; return what to say."""
+        now, before = evaluation.definition, self.definition
+        self.definition = now or before
+        if not (before and now) or now == before:
+            return None
+        self.detector, self.is_unit, self.least_scale = RegressionDetector(), None, 0.0
+        reason = (
+            f"{self.key}: the task's rewards, weights, penalties, environment or teacher are others than "
+            "before, so the guard knows no value of it: it warms up again"
+        )
+        return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
 
     def find(self, evaluation: TaskEvaluation) -> Statistic | None:
         """Return the metric, with the user's direction if one is set; None if it has no value.
@@ -264,12 +280,18 @@ class WatchedMetric:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        own = {"is_unit": self.is_unit, "least_scale": self.least_scale}
+        own = {
+            "is_unit": self.is_unit,
+            "least_scale": self.least_scale,
+            "definition": self.definition,
+        }
         return {**own, "detector": asdict(self.detector)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self.is_unit, self.least_scale = state["is_unit"], state.get("least_scale", 0.0)
+        self.is_unit = state["is_unit"]
+        # absent in older checkpoints
+        self.least_scale, self.definition = state.get("least_scale", 0.0), state.get("definition", "")
         self.detector = RegressionDetector(**state["detector"])
 
 

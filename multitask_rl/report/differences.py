@@ -43,6 +43,12 @@ class Pair:
         )
 
 
+def are_alike(*evaluations: Evaluation) -> bool:
+    """Whether all have one primary metric, direction and, as far as known, definition."""
+    definitions = {e.definition for e in evaluations if e.definition}
+    return len({(e.metric, e.direction) for e in evaluations}) <= 1 and len(definitions) <= 1
+
+
 def share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:
     """Compare the recorded prompts or, without them, the number of values and the configuration."""
     if len(first.values) != len(second.values):

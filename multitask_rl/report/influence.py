@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from multitask_rl.records import Direction
-from multitask_rl.report.differences import share_prompts
+from multitask_rl.report.differences import are_alike, share_prompts
 from multitask_rl.statistics.intervals import NOT_TOLD_APART, compare_means, holm, student_tails
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 
@@ -54,7 +54,7 @@ def influence(run: RunRecord) -> dict[str, Any]:
 def _ends(by_step: Mapping[int, Evaluation], first: int, last: int) -> tuple[Evaluation, Evaluation] | None:
     """Return a task's evaluations at both steps if they have the same metric."""
     start, end = by_step.get(first), by_step.get(last)
-    if start is None or end is None or (start.metric, start.direction) != (end.metric, end.direction):
+    if start is None or end is None or not are_alike(start, end):
         return None
     return start, end
 
@@ -144,7 +144,7 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
     found = {}
     for task, history in run.evaluations.items():
         last = history[-1]
-        alike = [e for e in history if (e.metric, e.direction) == (last.metric, last.direction)]
+        alike = [e for e in history if are_alike(e, last)]
         first = alike[0]
         if len(alike) < 2 or not share_prompts(run, run, first, last):
             continue

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from multitask_rl.report.differences import Pair, difference_rows, share_prompts
+from multitask_rl.report.differences import Pair, are_alike, difference_rows, share_prompts
 from multitask_rl.report.influence import influence, turnover
 from multitask_rl.tracking.reading import RunRecord
 
@@ -31,9 +31,8 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
         last = history[-1]
-        kind = (last.metric, last.direction)
-        alike = [e for e in history if (e.metric, e.direction) == kind]
-        more[task] = {"left_out": [e.step for e in history if (e.metric, e.direction) != kind]}
+        alike = [e for e in history if are_alike(e, last)]
+        more[task] = {"left_out": [e.step for e in history if not are_alike(e, last)]}
         if len(alike) > 1:
             pairs[task] = Pair([alike[0]], [last], share_prompts(run, run, alike[0], last))
         else:

@@ -213,7 +213,8 @@ class RunStore:
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
         if track and is_own:
-            cut_records(self._output_dir, found.state["records"])
+            # the settings stay changed, though the steps after the checkpoint are undone
+            cut_records(self._output_dir, found.state["records"], keep=_is_change)
             self.resumed_at = progress.step
         elif track:
             set_records_aside(self._output_dir)
@@ -228,6 +229,11 @@ class RunStore:
     def _changed(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, tuple[Any, Any]]:
         """Return the changed settings, without secrets: key -> (before, now)."""
         old = dict(dotted(self.read_config()))
+        former_names = {name: spec.renamed_from for name, spec in specs.items() if spec.renamed_from}
+        for name, former_name in former_names.items():
+            start = f"tasks.{former_name}."
+            own = {key.removeprefix(start): value for key, value in old.items() if key.startswith(start)}
+            old |= {f"tasks.{name}.{key}": value for key, value in own.items() if key != "renamed_from"}
         new = dict(dotted(_resolved(config, specs)))
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
@@ -300,6 +306,11 @@ def _resolved(config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any
     resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
     plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
     return plain
+
+
+def _is_change(line: bytes) -> bool:
+    """Return whether a line of the records is the event of a resume with other settings."""
+    return b'"changed"' in line and b'"resumed with other settings' in line
 
 
 def _short(value: Any) -> str:

@@ -154,7 +154,7 @@ class Supervisor:
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         # weights are compared by the same tasks: not without one whose rewards failed this time
         score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
-        of = sorted(f"{e.task}: {e.metric}" for e in best_of)
+        of = sorted(f"{e.task}: {e.metric} {e.definition}" for e in best_of)
         self._known = CheckpointEntry(step=step, score=score, score_of=of)
         self.progress.history.append((step, evaluations))
         append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
@@ -184,7 +184,7 @@ class Supervisor:
             self._known.judged_good = self._former_verdict
             return True
         self._known.judged_good = decision.judged_good
-        self.note(decision.events)
+        self.note(_told(decision, step))
         self.trackers.log_metrics(guard.metrics(), step)
         if decision.action is GuardAction.stop:
             # the weights that a rollback would restore, else the newest good ones
@@ -291,6 +291,20 @@ class Supervisor:
         push_weights(self.engine, self.actor)
         self.note(guard.rolled_back(target, step=target.step))
         return True
+
+
+def _told(decision: GuardDecision, step: int) -> list[Event]:
+    """Return the events of a decision, and one of its action if a guard of the user's gave none."""
+    own = [e for e in decision.events if e.source == "guard"]
+    kind = str(decision.action)
+    is_told = any(e.kind == kind or e.reason == decision.reason for e in own)
+    if decision.action is GuardAction.keep or is_told:
+        return list(decision.events)
+    statistics = dict(decision.statistics)
+    event = Event(
+        step=step, source="guard", kind=kind, reason=decision.reason, task=decision.task, data=statistics
+    )
+    return [*decision.events, event]
 
 
 def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:

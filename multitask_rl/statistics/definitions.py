@@ -6,6 +6,8 @@ which a user would see; if that was rejected, the slot has the *rejected value*.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from multitask_rl.algorithms.base import Algorithm
+from multitask_rl.boundary.printable import redact
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import (
@@ -80,6 +83,37 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
             rates = ["violation_rate"] + (["served_violation_rate"] if c.mode == "reject" else [])
             found |= {f"constraint/{name}/{rate}": True for rate in rates}
     return found
+
+
+def definition(spec: TaskSpec) -> str:
+    """Return a hash of what gives the task's primary metric its values.
+
+    That is the reward or, of the metric ``reward``, all of them with their weights and penalties; the
+    environment, the teacher. Of a path only the last name counts: the same run may lie in another directory.
+    Changed code is not seen.
+    """
+    name = spec.primary_metric.partition("/")[0]
+    rewards = [r for r in spec.rewards if name in (REWARD, r.name or r.plugin)]
+    weights = [r.weight for r in rewards] if name == REWARD else []
+    penalties = [c for c in spec.constraints if c.mode == "penalty" and name == REWARD]
+    parts = [
+        [spec.primary_metric, spec.teacher, spec.environment, spec.environment_config],
+        [[r.plugin, r.config, r.overrun] for r in rewards],
+        weights,
+        [[c.plugin, c.config, c.weight] for c in penalties],
+    ]
+    text = json.dumps(_without_directories(redact(parts)), sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _without_directories(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.rstrip("/").rpartition("/")[2]
+    if isinstance(value, Mapping):
+        return {str(key): _without_directories(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_directories(own) for own in value]
+    return value
 
 
 class TaskMetrics:

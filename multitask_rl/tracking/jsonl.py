@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import lru_cache
@@ -238,6 +238,7 @@ def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
         "metric": evaluation.metric,
         "policy_version": evaluation.policy_version,
         "prompts": evaluation.prompts,
+        "definition": evaluation.definition,
         "samples": evaluation.num_samples,
         **_numbers(evaluation.primary),
         "low": low,
@@ -301,8 +302,13 @@ def record_lengths(directory: Path) -> dict[str, int]:
     return lengths
 
 
-def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
-    """Cut every record file to its length, remove a file without one; CheckpointError if that fails."""
+def cut_records(
+    directory: Path, lengths: Mapping[str, int], keep: Callable[[bytes], bool] | None = None
+) -> None:
+    """Cut every record file to its length, remove a file without one; CheckpointError if that fails.
+
+    ``keep`` says which of the lines that would be cut from ``events.jsonl`` stay.
+    """
     for path in (directory / name for name in RECORDS):
         length, size = lengths.get(path.name, 0), path.stat().st_size if path.exists() else 0
         if size < length:
@@ -310,10 +316,16 @@ def cut_records(directory: Path, lengths: Mapping[str, int]) -> None:
                 "%s lacks %d of the %d bytes it had when the run was saved", path, length - size, length
             )
         with disk_errors(str(path)):
-            if length == 0:
+            kept = b""
+            if keep is not None and path.name == "events.jsonl" and size > length:
+                tail = path.read_bytes()[length:].splitlines(keepends=True)
+                kept = b"".join(line for line in tail if line.endswith(b"\n") and keep(line))
+            if length == 0 and not kept:
                 path.unlink(missing_ok=True)
-            elif size > length:
+            elif size > length + len(kept):
                 os.truncate(path, length)
+                with path.open("ab") as stream:
+                    stream.write(kept)
 
 
 def set_records_aside(directory: Path) -> None:

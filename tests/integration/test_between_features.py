@@ -8,11 +8,14 @@ import pytest
 from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
+from multitask_rl.cli import main
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig
+from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
+from multitask_rl.statistics.definitions import definition
 from multitask_rl.step.metrics import has_spread
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
@@ -278,3 +281,50 @@ def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path
     assert asked[0] == asked[1] == asked[2]
     assert solved[0] == solved[1] == solved[2], "what was solved at first"
     assert len(asked[0]) == 6
+
+
+SCALED = COPY.replace("[rewards.py:starts_right]", "[{plugin: rewards.py:starts_right, weight: 0.2}]")
+
+
+def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
+    """A resume scales the reward: no fall for the guard, no change for the report, no verdict of ``compare``."""
+    write_run(tmp_path, COPY, num_rows=60)
+    watched = GuardConfig(threshold_delta=-0.02, guard_config={"warmup": 1, "confirm": False})
+    train(run_config(tmp_path, "out", 6, guard=watched, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(SCALED)
+    twice = [run_config(tmp_path, "out", steps, guard=watched, **SMALL) for steps in (7, 12)]
+    with Trainer.from_config(twice[0]) as stopped:  # killed, as it were, before the next checkpoint
+        stopped.train_step()
+    trainer = train(twice[1])
+    assert trainer.step == 12
+    events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
+    assert [(e["step"], e["kind"]) for e in events if e["kind"] in ("changed", "redefined")] == [
+        (6, "changed"),
+        (8, "redefined"),
+    ]
+    assert not [e for e in events if e["source"] == "guard" and e["kind"] in ("rollback", "stop", "warn")]
+    assert main(["report", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "copy: not compared with the evaluations at steps 0, 2, 4, 6," in shown
+    assert "of the same definition" in shown
+    train(run_config(tmp_path, "new", 2, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
+    train(run_config(tmp_path, "old", 2, **SMALL))
+    assert main(["compare", *(str(tmp_path / name) for name in ("old", "new"))]) == 2
+    assert "another definition of 'reward'" in capsys.readouterr().err
+
+
+def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward():
+    def found(primary="reward", weight=1.0, **config):
+        rewards = [
+            {"plugin": "rm_hf", "weight": weight, "config": {"model": "a/rm", **config}},
+            {"plugin": "length", "weight": 0.1},
+        ]
+        spec = {"rewards": rewards, "primary_metric": primary}
+        return definition(parse_tasks({"tasks": {"t": spec}})["t"])
+
+    assert found() == found(model="elsewhere/rm")
+    assert found() != found(model="a/other")
+    assert found() != found(weight=0.5)
+    assert found("rm_hf") == found("rm_hf", weight=0.5)
+    assert found("rm_hf") != found("rm_hf", batch_size=3)

@@ -91,6 +91,8 @@ def config(directory, output, max_steps, **guard_config):
 def test_it_takes_the_run_back(begun):
     _, trainer = begun
     assert [e.data for e in trainer.events if e.kind == "rolled_back"] == [{"to": 0}]
+    told = [(e.kind, e.task, e.reason) for e in trainer.events if e.kind == "rollback"]
+    assert told == [("rollback", "copy", "counted")]
     assert trainer.guard.back == [[0, 0]]
     assert trainer.step == 4
     assert trainer.guard.seen == 5, "steps 0, 2, 4 (taken back), 2, 4"
@@ -102,6 +104,7 @@ def test_it_goes_on_with_what_it_has_counted_and_ends_the_run(begun):
     with Trainer.from_config(config(directory, "resumed", 8, stop_at=6)) as resumed:
         with pytest.raises(GuardStop, match=r"at step 6: counted to the end; the last good weights are in"):
             resumed.train()
+        assert [e.reason for e in resumed.events if e.kind == "stop"] == ["counted to the end"]
         assert resumed.guard.back == [[0, 0]]
         assert resumed.guard.lr_factor(6) == 0.5
 

@@ -334,7 +334,10 @@ def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Pat
     for spec in (*before.values(), *after.values()):
         spec.source = ""
     assert after == before
-    assert compose(["output_dir=run", "tasks_file=tasks.yaml"]).rollout.max_new_tokens != 5
+    other = compose(["output_dir=run", "tasks_file=tasks.yaml"])
+    assert (other.rollout.max_new_tokens, other.tasks) == (5, {}), "its settings, the tasks of the file"
+    whole = ["output_dir=run", "tasks_file=tasks.yaml", "model.name_or_path=m"]
+    assert compose(whole).rollout.max_new_tokens != 5
     assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
 
 
