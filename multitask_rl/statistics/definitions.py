@@ -93,9 +93,10 @@ def definition(spec: TaskSpec) -> str:
     Changed code is not seen.
     """
     name = spec.primary_metric.partition("/")[0]
-    rewards = [r for r in spec.rewards if name in (REWARD, r.name or r.plugin)]
-    weights = [r.weight for r in rewards] if name == REWARD else []
-    penalties = [c for c in spec.constraints if c.mode == "penalty" and name == REWARD]
+    is_whole = name == "reward"
+    rewards = [r for r in spec.rewards if is_whole or name == (r.name or r.plugin)]
+    weights = [r.weight for r in rewards] if is_whole else []
+    penalties = [c for c in spec.constraints if c.mode == "penalty" and is_whole]
     parts = [
         [spec.primary_metric, spec.teacher, spec.environment, spec.environment_config],
         [[r.plugin, r.config, r.overrun] for r in rewards],

@@ -287,7 +287,7 @@ SCALED = COPY.replace("[rewards.py:starts_right]", "[{plugin: rewards.py:starts_
 
 
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
-    """A resume scales the reward: no fall for the guard, no change for the report, no verdict of ``compare``."""
+    """A resume scales the reward: no fall for the guard, nothing for ``report`` or ``compare``."""
     write_run(tmp_path, COPY, num_rows=60)
     watched = GuardConfig(threshold_delta=-0.02, guard_config={"warmup": 1, "confirm": False})
     train(run_config(tmp_path, "out", 6, guard=watched, **SMALL))
