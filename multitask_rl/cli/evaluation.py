@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from multitask_rl.cli.comparison import compare, group_runs, render_comparison
 from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate, print_evaluations
@@ -25,6 +26,9 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingSettings, TaskEvaluation
 from multitask_rl.tracking.jsonl import append_evaluations, dump_line, evaluation_row
 from multitask_rl.tracking.reading import read_run
+
+if TYPE_CHECKING:
+    from multitask_rl.step.task_state import AnchorState
 
 _TOLD = ("max_new_tokens", "top_p", "top_k")
 
@@ -107,18 +111,14 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         checkpoint=replace(config.checkpoint, resume="never"),
         tracking=replace(config.tracking, trackers=[]),
     )
-    keys = {"eval_split": options.split or None, "eval_samples": options.samples}
-    if given := {key: value for key, value in keys.items() if value is not None}:
-        own_keys = {
-            name: dict(config.tasks.get(name, {})) for name in load_tasks(options.tasks, config.tasks or None)
-        }
-        config = replace(config, tasks={name: {**own, **given} for name, own in own_keys.items()})
+    config = replace(config, tasks={**(config.tasks or {}), **_task_keys(config, options)})
+    anchors: dict[tuple[str, int], AnchorState] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
         results: dict[str, dict[str, TaskEvaluation]] = {}
         for number, (name, directory) in enumerate(models.items()):
             model = replace(config.model, name_or_path=directory)
             own = Path(folder) / str(number)
-            results[name] = _of_model(replace(config, model=model, output_dir=str(own)))
+            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors)
             append_evaluations(own / "evaluations.jsonl", results[name])
         compared = None
         if len(models) > 1:
@@ -134,10 +134,44 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         print()
     if compared is not None:
         sys.stdout.write(render_comparison({**compared, "config": None}) + "\n")
+        if apart := [name for name, row in compared["tasks"].items() if not row["paired"]]:
+            print(f"\nnote: the models had other prompts or texts, so not paired: {', '.join(apart)}")
 
 
-def _of_model(config: RunConfig) -> dict[str, TaskEvaluation]:
+def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Return by task its keys in ``config``, and what this command sets."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, spec in load_tasks(options.tasks, config.tasks or None).items():
+        own = dict((config.tasks or {}).get(name, {}))
+        if options.samples is not None:
+            own["eval_samples"] = options.samples
+        if spec.kind == "anchor":  # a model is its own beginning here: its KL would be 0
+            own["algorithm_config"] = {**own.get("algorithm_config", {}), "kl": False}
+        elif options.split:
+            own["eval_split"] = options.split
+        found[name] = own
+    return found
+
+
+def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) -> dict[str, TaskEvaluation]:
+    """Evaluate a model; ``anchors`` takes the texts of the first one, on which the second one is measured.
+
+    Its keys are task and hash of the vocabulary: a model with another one samples texts of its own.
+    ``turnover`` is left out where it would compare a model with itself.
+    """
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
     with contextlib.closing(Trainer.from_config(config)) as trainer:
-        return trainer.evaluate()
+        vocabulary = hash(frozenset(trainer.actor.tokenizer.get_vocab().items()))
+        tasks = {name: task for name, task in trainer.tasks.items() if task.spec.kind == "anchor"}
+        known = {name: anchors.get((name, vocabulary)) for name in tasks}
+        for name, state in known.items():
+            if state is not None:
+                tasks[name].anchor = state
+        found = trainer.evaluate()
+        for name, task in tasks.items():
+            if known[name] is None:
+                anchors[name, vocabulary] = task.anchor
+                rest = {key: own for key, own in found[name].metrics.items() if key != "turnover"}
+                found[name] = replace(found[name], metrics=rest)
+        return found

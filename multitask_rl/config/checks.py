@@ -158,6 +158,11 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         raise ConfigError(f"{where.at('group_size')}: type sft trains on one answer per row; leave it out")
     if spec.kind == "sft" and spec.curriculum.by == PASS_RATE:
         raise ConfigError(f"{where.at('curriculum', 'by')}: type sft samples nothing that has a pass rate")
+    if spec.kind == "distill" and spec.curriculum.by == PASS_RATE and not spec.is_scored:
+        raise ConfigError(
+            f"{where.at('curriculum', 'by')}: a task of type distill without rewards has no pass rate; give "
+            "it rewards, or leave curriculum out"
+        )
     if spec.kind in ("sft", "distill") and spec.kl.coefficient > 0:
         raise ConfigError(
             f"{where.at('kl')}: type {spec.kind} has no KL term to the initial actor; leave kl out, or "

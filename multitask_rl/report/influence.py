@@ -98,6 +98,8 @@ def _effects(
     reasons: dict[str, list[str]] = {}
     for task, evaluations in by_step.items():
         pairs = [_ends(evaluations, *ends) for ends in intervals]
+        # between other prompts the change is not of training
+        pairs = [pair if pair is None or share_prompts(run, run, *pair) else None for pair in pairs]
         rows = [at for at, pair in enumerate(pairs) if pair is not None]
         y = np.array([pair[1].mean - pair[0].mean for pair in pairs if pair is not None])
         x = design[rows][np.isfinite(y)]
@@ -138,7 +140,7 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
 
     Pairs by prompt: the last evaluation, and the first one of the same prompts and metric. A prompt is solved
     if its value reaches the task's ``solved_at``; without one, values have to be all 0 or 1. Other tasks have
-    no row.
+    no row, nor have tasks with several responses per prompt, of which ``pass@k`` tells how many solve it.
     """
     specs = run.config.get("tasks")
     found = {}
@@ -146,7 +148,8 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
         last = history[-1]
         alike = [e for e in history if are_alike(e, last)]
         first = alike[0]
-        if len(alike) < 2 or not share_prompts(run, run, first, last):
+        is_single = first.samples == last.samples == 1
+        if len(alike) < 2 or not is_single or not share_prompts(run, run, first, last):
             continue
         spec = specs.get(task) if isinstance(specs, Mapping) else None
         at = spec.get("solved_at") if isinstance(spec, Mapping) else None
@@ -158,8 +161,9 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
         if not isinstance(at, int | float) and not {value for pair in pairs for value in pair} <= {0.0, 1.0}:
             continue
         sign = -1.0 if last.direction is Direction.lower else 1.0
-        level = float(at) if isinstance(at, int | float) else max(0.0, sign)
-        solved = [(sign * a >= sign * level, sign * b >= sign * level) for a, b in pairs]
+        # as ``pass@k`` does it: a sum of weighted rewards may lack the last digit
+        least = sign * (float(at) if isinstance(at, int | float) else max(0.0, sign)) - 1e-9
+        solved = [(sign * a >= least, sign * b >= least) for a, b in pairs]
         number = len(solved)
         if number:
             found[task] = {

@@ -155,7 +155,8 @@ def build_parts(
         reference = store.reference(actor, tasks, active)
         # without training a teacher only measures the KL of a task without rewards
         taught = {n: spec for n, spec in plan.specs.items() if (track and n in active) or not spec.is_scored}
-        teachers = load_teachers(taught, actor, config.model, config.seed)
+        former = store.recorded_tasks()
+        teachers = load_teachers(taught, actor, config.model, config.seed, former)
         runner = ModelRunner(actor, critic, config, reference, teachers=teachers)
         learner_tasks = {n: tasks[n].learner for n in plan.trained}
         backend = plan.backend_class.build(runner, learner_tasks, config)

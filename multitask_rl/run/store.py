@@ -274,6 +274,11 @@ class RunStore:
             return {}
         return value if isinstance(value, dict) else {}
 
+    def recorded_tasks(self) -> Mapping[str, Any]:
+        """Return the tasks of ``config.yaml``, before a run goes on from its checkpoint; else nothing."""
+        tasks = self.read_config().get("tasks") if self._found is not None else None
+        return tasks if isinstance(tasks, Mapping) else {}
+
     def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
         """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
 

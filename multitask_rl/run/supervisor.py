@@ -148,9 +148,7 @@ class Supervisor:
         step = self.progress.step
         self.progress.evaluated_at = step
         deciding = self._deciding(evaluations)
-        # losses have another unit than rewards; without any reward they decide
-        scored = [e for n, e in deciding.items() if self.tasks[n].spec.kind != "anchor"]
-        best_of = [e for e in scored if self.tasks[e.task].spec.is_scored] or scored
+        best_of = self._judged(deciding)
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         # weights are compared by the same tasks: not without one whose rewards failed this time
         score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
@@ -167,9 +165,11 @@ class Supervisor:
                 else:
                     per_task[name][f"eval_{key}"] = statistic.mean
         directions = {name: e.primary.direction for name, e in evaluations.items()}
-        # a mean of rates and of the logits of a reward model, or of losses, would say nothing
-        ranged = [n for n, e in evaluations.items() if math.isfinite(e.primary.high - e.primary.low)]
-        numbers = {**aggregate(per_task, "eval", directions, ranged), **limits, "time/evaluation_s": seconds}
+        # a mean of rates and of the logits of a reward model would say nothing
+        judged = self._judged(evaluations)
+        among = [e.task for e in judged if math.isfinite(e.primary.high - e.primary.low)]
+        among = among or [e.task for e in judged]
+        numbers = {**aggregate(per_task, "eval", directions, among), **limits, "time/evaluation_s": seconds}
         if score is not None:
             numbers["eval/score"] = score
         self.trackers.log_metrics(numbers, step)
@@ -207,6 +207,11 @@ class Supervisor:
     def _deciding(self, evaluations: Mapping[str, TaskEvaluation]) -> dict[str, TaskEvaluation]:
         """Return the evaluations that guard, scheduler and best checkpoint read: none of a split ``test``."""
         return {name: e for name, e in evaluations.items() if not self.tasks[name].only_reported}
+
+    def _judged(self, evaluations: Mapping[str, TaskEvaluation]) -> list[TaskEvaluation]:
+        """Return those that numbers over all tasks are made of: no anchors; losses only without a reward."""
+        own = [e for name, e in evaluations.items() if self.tasks[name].spec.kind != "anchor"]
+        return [e for e in own if self.tasks[e.task].spec.is_scored] or own
 
     @property
     def _former_verdict(self) -> bool | None:

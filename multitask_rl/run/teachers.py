@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +20,16 @@ if TYPE_CHECKING:
 
 
 def load_teachers(
-    specs: Mapping[str, TaskSpec], actor: Actor, config: ModelConfig, seed: int
+    specs: Mapping[str, TaskSpec],
+    actor: Actor,
+    config: ModelConfig,
+    seed: int,
+    recorded: Mapping[str, Any],
 ) -> dict[str, PreTrainedModel]:
     """Return the teacher of every task of ``specs`` that names one, on the actor's device; equal ones once.
+
+    A teacher that is a run is its newest checkpoint. ``teacher`` of the task then names it, so that the
+    record does; a resumed run finds it in its ``recorded`` tasks, though the teacher's run has gone on.
 
     Raises:
         ConfigError: a teacher cannot be loaded, or has another vocabulary than the actor.
@@ -29,11 +37,15 @@ def load_teachers(
     plain = replace(config, lora=LoraConfig(), gradient_checkpointing=False, compile=False, autocast=False)
     loaded: dict[str, PreTrainedModel] = {}
     for name, spec in specs.items():
-        if not spec.teacher or spec.teacher in loaded:
+        if not spec.teacher:
             continue
         where = f"{spec.source or 'tasks'}: tasks.{name}.teacher"
+        former = str((recorded.get(name) or {}).get("teacher", ""))
         try:
-            directory = model_directory(spec.teacher)
+            is_same = Path(spec.teacher) in Path(former).parents and Path(former).is_dir()
+            directory = spec.teacher = former if is_same else model_directory(spec.teacher)
+            if directory in loaded:
+                continue
             teacher = load_actor(replace(plain, name_or_path=directory), str(actor.device), seed)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
@@ -57,5 +69,5 @@ def load_teachers(
                 for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
                     if layer is not None:
                         layer.weight[known:] = layer.weight[:known].mean(dim=0)
-        loaded[spec.teacher] = model.requires_grad_(False).eval()
+        loaded[directory] = model.requires_grad_(False).eval()
     return {name: loaded[spec.teacher] for name, spec in specs.items() if spec.teacher}

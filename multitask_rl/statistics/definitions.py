@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from multitask_rl.algorithms.base import Algorithm
@@ -62,7 +63,9 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     Components of rewards, ``reward/<name>/<component>``, depend on the plugin's results and are left out.
     """
     found = {REWARD: True, "length": False, "truncated_rate": True, "failure_rate": True}
-    of_texts = {"anchor": ("loss", "kl"), "sft": ("loss",), "distill": ("kl",)}.get(spec.kind, ())
+    has_kl = spec.kind != "anchor" or spec.algorithm_config.get("kl", True)
+    of_anchor = ("loss", "kl") if has_kl else ("loss",)
+    of_texts = {"anchor": of_anchor, "sft": ("loss",), "distill": ("kl",)}.get(spec.kind, ())
     if of_texts and not spec.is_scored:
         return dict.fromkeys(of_texts, True)
     if spec.kind == "anchor":
@@ -98,7 +101,8 @@ def definition(spec: TaskSpec) -> str:
     weights = [r.weight for r in rewards] if is_whole else []
     penalties = [c for c in spec.constraints if c.mode == "penalty" and is_whole]
     parts = [
-        [spec.primary_metric, spec.teacher, spec.environment, spec.environment_config],
+        # run, "checkpoints", step, "actor"
+        [spec.primary_metric, Path(spec.teacher).parts[-4:], spec.environment, spec.environment_config],
         [[r.plugin, r.config, r.overrun] for r in rewards],
         weights,
         [[c.plugin, c.config, c.weight] for c in penalties],

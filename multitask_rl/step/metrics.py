@@ -121,9 +121,10 @@ def aggregate(
 ) -> dict[str, float]:
     """Return ``task/<name>/<metric>``, and summaries over tasks; NaN values are left out of these.
 
-    - ``macro/<metric>``, for metrics that every task has: the mean over all tasks. For ``key`` it is the mean
-      over the tasks ``among``, if any are given.
+    - ``macro/<metric>``, for metrics that every task has: the mean over all tasks.
     - ``worst/<key>``: ``key`` of the worst task, by ``directions``.
+
+    For ``key`` both are over the tasks ``among``, if any are given.
     """
     flat = {f"task/{t}/{name}": value for t, own in per_task.items() for name, value in own.items()}
     shared = set.intersection(*(set(own) for own in per_task.values())) if per_task else set()
@@ -132,7 +133,8 @@ def aggregate(
         values = [per_task[t][name] for t in tasks if math.isfinite(per_task[t][name])]
         if values:
             flat[f"macro/{name}"] = math.fsum(values) / len(values)
-    found = {t: own[key] for t, own in per_task.items() if math.isfinite(own.get(key, math.nan))}
+    chosen = {t: own.get(key, math.nan) for t, own in per_task.items() if not among or t in among}
+    found = {t: value for t, value in chosen.items() if math.isfinite(value)}
     if found:
         flat[f"worst/{key}"] = min(found.items(), key=lambda i: directions[i[0]].sign * i[1])[1]
     return flat

@@ -33,6 +33,8 @@ class Evaluation:
     """Identity of the held-out prompts; empty if the run wrote none."""
     definition: str = ""
     """Identity of what gives the metric its values (``TaskEvaluation.definition``); empty = not known."""
+    samples: int = 1
+    """Responses per prompt."""
     error: float = math.nan
     """Standard error of the mean as the run computed it, above 0 for a rate without a success; NaN = none."""
     metrics: dict[str, float] = field(default_factory=dict)
@@ -189,5 +191,6 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
         error=math.nan if line.get("error") is None else float(line["error"]),
         prompts=str(line.get("prompts", "")),
         definition=str(line.get("definition", "")),
+        samples=int(line.get("samples", 1)),
         metrics={k: float(v["mean"]) for k, v in line.get("metrics", {}).items() if v["mean"] is not None},
     )

@@ -1,6 +1,7 @@
 """Tasks of type ``sft`` and ``distill`` in runs: two actors of one task each become one actor of both."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -137,6 +138,37 @@ def test_a_run_with_answers_and_a_teacher_resumes_as_if_it_had_not_stopped(mixed
     directory, trainer = mixed
     run_mixed(directory, "cut", 2)
     assert weights_hash(run_mixed(directory, "cut", 4)) == weights_hash(trainer)
+
+
+def test_a_resumed_run_keeps_its_teacher_though_the_run_of_the_teacher_has_gone_on(teachers, tmp_path):
+    directory, _ = teachers
+    shutil.copytree(directory / "digit_run", tmp_path / "teacher")
+    write_run(
+        tmp_path,
+        f"""
+tasks:
+  taught: {{type: "{DISTILL}", teacher: {tmp_path / "teacher"}, dataset: digit.jsonl}}
+""",
+    )
+    (tmp_path / "rewards.py").write_text((directory / "rewards.py").read_text())
+
+    def run(output, steps):
+        config = settings(tmp_path, output, steps)
+        trainer = Trainer.from_config(replace(config, checkpoint=replace(config.checkpoint, every=2)))
+        trainer.train()
+        return trainer
+
+    whole = weights_hash(run("whole", 4))
+    run("cut", 2)
+    (tmp_path / "later").mkdir()
+    write_run(tmp_path / "later", ONE.replace("TASK", "digit"))
+    shutil.copytree(tmp_path / "teacher", tmp_path / "later" / "teacher")
+    Trainer.from_config(settings(tmp_path / "later", "teacher", 30)).train()
+    shutil.copytree(tmp_path / "later" / "teacher", tmp_path / "teacher", dirs_exist_ok=True)
+    resumed = run("cut", 4)
+    assert weights_hash(resumed) == whole
+    assert not [event for event in resumed.events if event.kind == "changed"]
+    assert weights_hash(run("new", 4)) != whole
 
 
 def test_the_held_out_kl_is_within_what_may_be_sampled(tmp_path):

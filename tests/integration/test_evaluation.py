@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from multitask_rl.cli import main
 from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig
@@ -12,6 +13,7 @@ from multitask_rl.models.actor import load_actor
 from multitask_rl.trainer import Trainer
 from run_builders import build_actor, run_config, train, undocumented, write_run
 
+ANCHOR = "multitask_rl.algorithms.anchor:Anchor"
 TASKS = """
 tasks:
   copy: {dataset: copy.jsonl, rewards: [rewards.py:graded], primary_metric: graded}
@@ -88,6 +90,28 @@ def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
     assert row["low"] <= row["delta"] <= row["high"]
     assert base["metrics"]["pass@2"]["n"] == len(base["values"]) == 8
     assert not (here / "runs").exists()
+
+
+def test_two_models_are_measured_on_the_same_texts_of_an_anchor(here, capsys):
+    """A model that is surer of its own words is not better for it, and none is its own beginning."""
+    (here / "texts.yaml").write_text(f"""
+tasks:
+  chat: {{type: "{ANCHOR}", dataset: digit.jsonl}}
+  kept: {{type: "{ANCHOR}", dataset: digit.jsonl, rewards: [rewards.py:graded], solved_at: 1}}
+""")
+    surer = build_actor(seed=0)
+    with torch.no_grad():
+        surer.model.model.norm.weight.mul_(3.0)
+    surer.save(here / "surer")
+    keys = ["eval.num_prompts=24", "rollout.max_new_tokens=4", "scoring.num_workers=1", "--json"]
+    assert main(["eval", "actor", "texts.yaml", "--other", "surer", "--split", "test", *keys]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["difference"]["tasks"]["chat"]["paired"]
+    assert found["difference"]["tasks"]["chat"]["verdict"] != "better"
+    first, second = (found["models"][name]["kept"]["metrics"] for name in ("actor", "surer"))
+    assert "turnover" not in first
+    assert "turnover" in second
+    assert "kl" not in {*first, *second}
 
 
 def test_a_run_or_its_checkpoint_is_sampled_as_the_run_is(here, capsys):
