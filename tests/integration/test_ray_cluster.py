@@ -90,26 +90,6 @@ def remove(cluster, node):
         time.sleep(0.1)
 
 
-def test_a_run_goes_on_when_one_node_joins_and_another_dies(local, cluster, caplog):
-    import ray
-
-    local, directory = local
-    # one holds the replica, one the reward pool
-    first, _ = [cluster.add_node(num_cpus=1) for _ in range(2)]
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-
-    def change():
-        cluster.add_node(num_cpus=1)
-        remove(cluster, first)
-
-    remote = Trainer.from_config(run_config(directory, "joins", 4, executor="ray", ray=RayConfig()))
-    remote.insert_stage(AtStep({2: change}), after="rewards")
-    remote.train()
-    assert sum(node["Alive"] for node in ray.nodes()) == 3
-    assert "rollout replica 0 died" in caplog.text or "reward pool 0 died" in caplog.text
-    assert_same(local, remote, directory, "joins")
-
-
 def test_replicas_join_and_leave_as_the_cluster_has_room(tmp_path, cluster):
     import ray
 

@@ -30,7 +30,7 @@ from .cases import draw_case
 from .compare import compare
 from .test_step import COMBINATIONS
 
-MOST = 150
+MOST = 60
 """Cases looked at for one in which a fault can show; ``test_step.py`` says that both sides agree on them."""
 assert MOST <= COMBINATIONS
 

@@ -12,7 +12,8 @@ from .cases import draw_case
 from .compare import Comparison, compare
 
 NAIVE = sorted((Path(__file__).parent / "naive").glob("*.py"))
-COMBINATIONS = 150
+COMBINATIONS = 60
+"""``python -m tests.reference --n 1000`` compares more."""
 AT_ONCE = 10
 
 
