@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.curriculum.quotas import normalise
 from multitask_rl.curriculum.signal import REWARD_SCORE, TaskTrace
+from multitask_rl.errors import PluginError
 from multitask_rl.records import TaskStats, rename_tasks
 
 NOISE = 2.0
@@ -100,6 +101,12 @@ class SchedulerPolicy:
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()
+        wrong = {t: preferences.get(t) for t in seen if not 0.0 <= preferences.get(t, math.nan) < math.inf}
+        if wrong:
+            raise PluginError(
+                f"scheduler.policy: {type(self).__name__}._preferences gives {wrong}; allowed: a finite "
+                "number >= 0 for each task"
+            )
         total = math.fsum(preferences[task] for task in seen)
         if not total > 0.0:  # no task seen yet, or every task at its target
             return dict(self.prior)

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +195,25 @@ def test_unknown_policy_and_unknown_key_are_errors() -> None:
         DynamicTaskWeightScheduler(smothing=0.1)
     with pytest.raises(ConfigError, match="smoothing must be in"):
         DynamicTaskWeightScheduler(smoothing=2.0)
+
+
+@pytest.mark.parametrize("wrong", ["math.nan", "-1.0", "math.inf", "None"])
+def test_a_preference_that_is_no_share_is_an_error_that_names_the_task(tmp_path: Path, wrong: str) -> None:
+    text = f"""
+import math
+
+from multitask_rl.curriculum.base import SchedulerPolicy
+
+
+class Own(SchedulerPolicy):
+    def _preferences(self):
+        given = {{"a": 1.0, "b": {wrong}, "c": 1.0}}
+        return {{task: value for task, value in given.items() if value is not None}}
+"""
+    (tmp_path / "own.py").write_text(text)
+    scheduler = _bound(policy=f"{tmp_path / 'own.py'}:Own")
+    with pytest.raises(PluginError, match=r"Own._preferences gives \{'b': .*\}; allowed: a finite number"):
+        scheduler.update({task: _stats(task, 0.5) for task in "abc"}, 0)
 
 
 def test_zero_weight_task_gets_no_prompt_and_does_not_move_the_others() -> None:

@@ -88,13 +88,17 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
         "def f(response, reference): return float(response == reference)",
     )
     assert main(["check", sound]) == 0
-    assert "all 11 checks passed" in capsys.readouterr().out
+    assert "all 12 checks passed" in capsys.readouterr().out
     broken = tmp_path / "broken.py"
     broken.write_text("def f(response): return 'x'\n")
     assert main(["check", f"{broken}:f"]) == 1
     assert "FAIL  hostile responses are graded without an error: returned 'x', not a number" in (
         capsys.readouterr().out
     )
+    broken.write_text("def f(response, word): return 1 / 0\n")
+    assert main(["check", f"{broken}:f"]) == 1, "a reward that was never called has shown nothing"
+    shown = capsys.readouterr().out
+    assert re.search(r"FAIL  is called: .* no column 'word' .*; give a row that has it: --row", shown)
     assert main(["check", "no_such_reward"]) == 2
     assert "unknown reward 'no_such_reward'" in capsys.readouterr().err
     assert main([]) == 2
