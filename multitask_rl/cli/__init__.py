@@ -119,9 +119,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem := _problem_of_torch():
             print(error_line(f"{problem} (--debug shows the traceback)"), file=sys.stderr)
             return 2
-        told = f"{type(error).__name__}: {error} (not foreseen; --debug shows the traceback)"
+        told = f"{type(error).__name__}: {error} ({_place(error)}; not foreseen, --debug shows the traceback)"
         print(error_line(told), file=sys.stderr)
         return 1
+
+
+def _place(error: BaseException) -> str:
+    """Return where ``error`` was raised: the last line outside of this package and of libraries, if any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = (os.path.dirname(multitask_rl.__file__), os.path.dirname(os.__file__), "<")
+    own = [f for f in frames if not f.filename.startswith(libraries) and "site-packages" not in f.filename]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _problem_of_torch() -> str:

@@ -179,8 +179,14 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     if not entries:
         raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
     specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
+    defined = [name for name, (raw, _) in entries.items() if _DEFINING & set(raw)]
     for name, entry in entries.items():
         try:
+            if name not in defined and (hint := suggest(name, defined)):
+                raise ConfigError(
+                    f"{entry[1]}: unknown task {name!r}{hint} (tasks: {', '.join(defined)}); a new task "
+                    "needs at least rewards or constraints"
+                )
             specs[name] = _task(name, *entry)
             check_task(specs[name], entry[1], need_data=False)
         except MultitaskRLError as error:

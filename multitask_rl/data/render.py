@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.checks import parse_template
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.data.rows import row_id
@@ -335,10 +336,11 @@ def check_rows(
             text = f"{text[:120]}{'...' * (len(text) > 120)}"
             label = text if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
-            hint = ""
+            nulls = sorted(column for column in missing if column in row)
+            hint = f"; null there: {', '.join(nulls)}" if nulls else suggest(min(missing), map(str, row))
             if braces := [column for column in missing if not column.isidentifier()]:
                 hint = f"; write {{{{ and }}}} around {min(braces)} if it is text of the prompt"
-            elif "prompt" in missing and row and spec.prompt == "{prompt}":
+            elif "prompt" in missing.difference(row) and row and spec.prompt == "{prompt}":
                 hint = (
                     f"; name the column of the prompts in the task, such as prompt: '{{{next(iter(row))}}}'"
                 )

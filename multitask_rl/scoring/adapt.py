@@ -56,8 +56,9 @@ class PluginSource:
         """Check ``config`` without loading a model; return the columns it needs. Raises as ``build``."""
         value = self.located.value
         if isinstance(value, type) and not (issubclass(value, ForeignReward) and value.is_function):
-            build_config(value, config, where=f"{self.where}.config")
-            return ()
+            built_config = build_config(value, config, where=f"{self.where}.config")
+            columns_of = getattr(value, "columns_of", None)
+            return () if columns_of is None else tuple(columns_of(built_config))
         built = self.build(config)
         return built.columns if isinstance(built, FunctionPlugin | ForeignReward) else ()
 

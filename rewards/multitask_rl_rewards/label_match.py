@@ -34,6 +34,11 @@ class LabelMatch:
         labels_column: str = "labels"
         """Column with the list of all labels."""
 
+    @staticmethod
+    def columns_of(config: Config) -> tuple[str, ...]:
+        """Return the columns that every row must have."""
+        return (config.reference_column, config.labels_column)
+
     def __init__(self, config: Config) -> None:
         self.config = config
 

@@ -60,6 +60,11 @@ class MathAnswer:
         r"""Where an answer counts: ``any`` (last expression, if nothing marks one), ``marked`` ("answer is",
         "####" or ``\boxed``), ``boxed`` (only ``\boxed``)."""
 
+    @staticmethod
+    def columns_of(config: Config) -> tuple[str, ...]:
+        """Return the columns that every row must have."""
+        return (config.reference_column,)
+
     def __init__(self, config: Config) -> None:
         self.config = config
 

@@ -57,6 +57,11 @@ class _ReferenceReward(ABC):
 
     name: ClassVar[str]
 
+    @staticmethod
+    def columns_of(config: Config) -> tuple[str, ...]:
+        """Return the columns that every row must have."""
+        return (config.reference_column,)
+
     def __init__(self, config: Config) -> None:
         """Compile the pattern.
 

@@ -24,6 +24,7 @@ SMALL = [
 TRAIN = ["train", "tasks_file=tasks.yaml", "model.name_or_path=actor", "output_dir=out", *SMALL]
 VALIDATE = ["tasks", "validate", "tasks.yaml"]
 """Reads tasks files as ``train`` does, without composing a configuration."""
+CONFIGURED = {"reference_column": "answer"}
 ROW = '{"prompt": "a", "reference": "b"}\n'
 
 
@@ -199,6 +200,25 @@ MISTAKES = {
         task(prompt="{question}"),
         ["tasks.copy: row", "lacks question"],
     ),
+    "a misspelt column in the prompt": (VALIDATE, task(prompt="{promtp}"), ["did you mean 'prompt'"]),
+    "a prompt that is null": (
+        VALIDATE,
+        data("d.jsonl", ROW + '{"prompt": null, "reference": "b"}\n'),
+        ["lacks prompt", "null there: prompt"],
+    ),
+    "a configured column that a later row lacks": (
+        VALIDATE,
+        {
+            **data("d.jsonl", '{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n'),
+            **task(dataset="d.jsonl", rewards=[{"plugin": "exact_match", "config": CONFIGURED}]),
+        },
+        ["tasks.copy: row", "lacks answer"],
+    ),
+    "a misspelt task of a run": (
+        ["train", "output_dir=done", "tasks.cop.weight=2"],
+        {},
+        ["unknown task 'cop'", "did you mean 'copy'"],
+    ),
     "a column with the prompt of another name": (
         VALIDATE,
         data("d.jsonl", '{"question": "a", "reference": "b"}\n'),
@@ -364,6 +384,23 @@ def test_a_mistake_is_answered(space, capsys, mistake):
     assert len(errors) == 1, told
     assert [part for part in parts if part not in errors[0]] == [], errors[0]
     shutil.rmtree(space / "out", ignore_errors=True)
+
+
+def test_an_error_of_ones_own_code_is_told_with_its_line(space, capsys):
+    (space / "tasks.yaml").write_text(json.dumps({"tasks": {"copy": TASK}}))
+    text = """from multitask_rl.guard.base import Guard
+
+
+class Forgetful(Guard):
+    def observe(self, step, evaluations, confirm=None):
+        return evaluations["nope"]
+"""
+    (space / "forgetful.py").write_text(text)
+    plugin = ["guard.enabled=true", "guard.plugin=forgetful.py:Forgetful"]
+    assert main([*TRAIN, *plugin, "output_dir=of_a_guard"]) == 1
+    told = capsys.readouterr().err
+    assert "error: KeyError: 'nope' (" in told
+    assert "forgetful.py:6 in observe; not foreseen" in told
 
 
 @contextlib.contextmanager
