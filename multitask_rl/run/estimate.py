@@ -165,6 +165,7 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     if critic := _critic_shape(plan, shape.parameters):
         own, its_width = critic
         parts["critic"] = own * (its_width + 4) + _optimizer_bytes(plan, own, its_width)
+    parts["samples of a step"] = work.samples * sample_bytes(work.new_tokens) * _is_on_host(plan)
     batch = config.batch
     rows = _rows_at_once(config, work)
     cached = rows * (work.new_tokens + work.prompt_tokens * work.prompts / work.samples)
@@ -182,6 +183,11 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
     parts = {name: float(size) for name, size in parts.items() if size}
     peak = sum(parts.values()) + max(sampling, learning)
     return {**parts, "sampling": sampling, "learning": learning, "peak": peak}
+
+
+def sample_bytes(tokens: float) -> float:
+    """Return a sample's bytes: objects; per token its id, log-probability, text and four numbers more."""
+    return 1500 + tokens * (36 + 32 + 4 + 4 * 4)
 
 
 def activation_bytes(
@@ -218,8 +224,11 @@ def _optimizer_bytes(plan: RunPlan, trainable: int, width: int) -> float:
     moments = plan.config.optimizer.moments
     if moments != "host":
         return moment_bytes(trainable, width, packed=moments == "int8")
-    is_host = not (plan.devices.get("actor", "") or _default_device()).startswith("cuda")
-    return float(12 * trainable * is_host)  # two moments and a master each
+    return float(12 * trainable * _is_on_host(plan))  # two moments and a master each
+
+
+def _is_on_host(plan: RunPlan) -> bool:
+    return not (plan.devices.get("actor", "") or _default_device()).startswith("cuda")
 
 
 def learner_bytes(parameters: int, trainable: int, width: int) -> float:

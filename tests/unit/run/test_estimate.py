@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from multitask_rl.cli import main
 from multitask_rl.config.run import CheckpointConfig, CriticConfig, ModelConfig, OptimizerConfig
+from multitask_rl.records import Prompt, Rollout
 from multitask_rl.run import estimate
 from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
@@ -78,6 +80,32 @@ def test_a_critic_of_its_own_and_the_average_of_a_reference_are_counted(tmp_path
     (*_, newest) = sorted((tmp_path / "run" / "checkpoints").iterdir())
     size = sum(f.stat().st_size for f in newest.rglob("*.safetensors"))
     assert disk["a checkpoint"] == pytest.approx(size, rel=0.1)
+
+
+def test_the_samples_of_a_step_are_counted(here):
+    def planned(prompts):
+        config = run_config(here, "planned", 1)
+        plan = plan_run(replace(config, batch=replace(config.batch, prompts_per_step=prompts)))
+        shape = estimate.read_shape(plan.config.model)
+        return estimate.estimate_memory(plan, shape, estimate.step_workload(plan, build_tokenizer()))
+
+    few, many = planned(12), planned(120_000)
+    assert few["samples of a step"] < 2**20
+    assert many["samples of a step"] == pytest.approx(10_000 * few["samples of a step"])
+    tracemalloc.start()
+    prompt = Prompt(task="t", prompt_id="p", draw=0, row={}, text="", prompt_ids=[])
+    kept = [
+        Rollout(
+            prompt=prompt,
+            sample=i,
+            response_ids=[*range(1000, 1400)],
+            rollout_logprobs=[i - k / 7 for k in range(400)],
+        )
+        for i in range(64)
+    ]
+    size = tracemalloc.get_traced_memory()[0] / len(kept)
+    tracemalloc.stop()
+    assert size < estimate.sample_bytes(400) < 2 * size
 
 
 def test_a_teacher_is_counted_once_for_all_its_tasks(here, tmp_path):
