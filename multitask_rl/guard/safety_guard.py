@@ -457,7 +457,8 @@ class SafetyGuard(Guard):
             return ""
         return (
             f"has changed: the weights of step {good.step} scored {then['value']:.3f} there and score "
-            f"{value:.3f} now, so its environment, reward or data is no longer what it was"
+            f"{value:.3f} now, so its environment, reward or data is no longer what it was "
+            "(guard.guard_config.on_changed_task=warn goes on with it)"
         )
 
     def _choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
