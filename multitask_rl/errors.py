@@ -129,5 +129,5 @@ def disk_errors(what: str) -> Iterator[None]:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointError(
             f"cannot write {what}: {reason}. Earlier checkpoints are intact; free space or choose another "
-            "output_dir, then start again: the run resumes."
+            "output_dir, then start again: the run goes on from the newest checkpoint, if there is one."
         ) from error

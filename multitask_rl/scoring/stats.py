@@ -55,7 +55,7 @@ class ErrorBudget:
         self._task, self._limit = task, limit
         self._recent: deque[Failure | None] = deque(maxlen=WINDOW)
         self._warned = False
-        self._pending: list[str] = []
+        self._pending: list[tuple[float, str]] = []
 
     @property
     def rate(self) -> float:
@@ -80,10 +80,11 @@ class ErrorBudget:
             )
         if rate > self._limit / 2 and not self._warned:
             self._warned = True
-            self._pending.append(
+            reason = (
                 f"{rate:.0%} of the last {len(self._recent)} samples could not be scored; the run stops "
                 f"above {self._limit:.0%}. {_report(failures)}"
             )
+            self._pending.append((rate, reason))
         elif rate <= self._limit / 4:
             self._warned = False
 
@@ -102,9 +103,12 @@ class ErrorBudget:
     def events(self, step: int) -> list[Event]:
         """Return the warnings since the last call."""
         pending, self._pending = self._pending, []
-        data = {"failure_rate": self.rate, "max_failure_rate": self._limit}
-        own: dict[str, Any] = {"source": "rewards", "kind": "warn", "task": self._task, "data": data}
-        return [Event(step=step, reason=reason, **own) for reason in pending]
+        events = []
+        for rate, reason in pending:
+            data = {"failure_rate": rate, "max_failure_rate": self._limit}
+            event = Event(step=step, source="rewards", kind="warn", reason=reason, task=self._task, data=data)
+            events.append(event)
+        return events
 
 
 def of_plugins(record: Scored) -> bool:

@@ -36,6 +36,16 @@ def test_failures_before_a_checkpoint_count_after_it() -> None:
         after.check()
 
 
+def test_a_warning_and_its_data_have_one_rate() -> None:
+    budget = filled(15, 15)
+    budget.check()
+    for _ in range(10):  # before the step's events are asked for
+        budget.add(None)
+    (event,) = budget.events(0)
+    assert event.reason.startswith("50% of the last 30 samples")
+    assert event.data["failure_rate"] == 0.5
+
+
 def test_a_spent_budget_starts_anew_for_who_resumes_has_mended_it() -> None:
     spent = filled(30, 5)
     with pytest.raises(RewardError):
