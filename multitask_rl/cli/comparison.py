@@ -601,7 +601,7 @@ def render_result(result: Mapping[str, Any]) -> str:
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [
-            f"{arm} dominates {', '.join(own)}: its mean is as good or better in every task"
+            f"{arm} dominates {', '.join(own)}: its mean is as good or better in every task that all have; verdicts are above"
             for arm, own in result["dominates"].items()
             if own
         ]
