@@ -601,7 +601,8 @@ def render_result(result: Mapping[str, Any]) -> str:
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [
-            f"{arm} dominates {', '.join(own)}: its mean is as good or better in every task that all have; verdicts are above"
+            f"{arm} dominates {', '.join(own)}: in every task that all have its mean is as good or better; "
+            "verdicts are above"
             for arm, own in result["dominates"].items()
             if own
         ]
