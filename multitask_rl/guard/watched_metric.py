@@ -154,7 +154,6 @@ class WatchedMetric:
     least_scale: float = 0.0
     """Smallest value that a relative drop refers to: 1 for a metric that begins at its best value, 0 (the KL
     to the initial actor), so that a drop is in the metric's unit."""
-
     definition: str = ""
     """``TaskEvaluation.definition`` of what the detector has seen; empty = not known."""
 
@@ -280,11 +279,7 @@ class WatchedMetric:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        own = {
-            "is_unit": self.is_unit,
-            "least_scale": self.least_scale,
-            "definition": self.definition,
-        }
+        own = {"is_unit": self.is_unit, "least_scale": self.least_scale, "definition": self.definition}
         return {**own, "detector": asdict(self.detector)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

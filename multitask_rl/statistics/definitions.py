@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from multitask_rl.records import (
 from multitask_rl.statistics.intervals import summarise
 
 REWARD = "reward_mean"
+_PATH = re.compile(r"[\w.~/@:+-]+")
 """Name of the reward's statistic."""
 OF_PROMPTS = ("pass@", "maj@")
 """Beginnings of the names of metrics that have a value per prompt, from several responses."""
@@ -113,7 +115,7 @@ def definition(spec: TaskSpec) -> str:
 
 def _without_directories(value: Any) -> Any:
     if isinstance(value, str):
-        return value.rstrip("/").rpartition("/")[2]
+        return value.rstrip("/").rpartition("/")[2] if _PATH.fullmatch(value) else value
     if isinstance(value, Mapping):
         return {str(key): _without_directories(own) for key, own in value.items()}
     if isinstance(value, list | tuple):

@@ -26,6 +26,7 @@ def test_the_mean_over_tasks_leaves_out_those_without_a_range_if_others_have_one
     per_task = {"sums": {"eval": 0.5}, "code": {"eval": 0.25}, "chat": {"eval": -7.0}}
     directions = dict.fromkeys(per_task, Direction.higher)
     assert aggregate(per_task, "eval", directions, ["sums", "code"])["macro/eval"] == 0.375
+    assert aggregate(per_task, "eval", directions, ["sums", "code"])["worst/eval"] == 0.25
     assert aggregate(per_task, "eval", directions)["macro/eval"] == pytest.approx(-6.25 / 3)
 
 
