@@ -127,10 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _place(error: BaseException) -> str:
     """Return where ``error`` was raised: the last line outside of this package and of libraries, if any."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [os.path.join(os.path.dirname(module.__file__), "") for module in (multitask_rl, os)]
-    own = [
-        f for f in frames if not f.filename.startswith((*places, "<")) and "site-packages" not in f.filename
-    ]
+    files = (str(multitask_rl.__file__), os.__file__)
+    places = ("<", *(os.path.join(os.path.dirname(file), "") for file in files))
+    own = [f for f in frames if not f.filename.startswith(places) and "site-packages" not in f.filename]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
