@@ -109,7 +109,8 @@ def definition(spec: TaskSpec) -> str:
         weights,
         [[c.plugin, c.config, c.weight] for c in penalties],
     ]
-    text = json.dumps(_without_directories(redact(parts)), sort_keys=True)
+    plain = _without_directories(redact(parts))
+    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
