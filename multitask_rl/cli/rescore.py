@@ -181,7 +181,7 @@ def _selected(
         chosen[name] = spec
     if not chosen:
         raise DataError(
-            f"{options.run}: no rollout of the tasks {', '.join(wanted)} is stored "
+            f"{options.run}: no scored rollout of the tasks {', '.join(wanted)} is stored "
             f"(stored: {', '.join(sorted(stored)) or 'none'})"
         )
     return chosen
