@@ -52,7 +52,7 @@ _ENVIRONMENT_KEYS = (
     "turn_timeout_s",
     "max_response_tokens",
 )
-_DEFINING = {"type", "dataset", "rewards", "reward_model", "constraints", "constraint_model"}
+_DEFINING = {"type", "dataset", "environment", "rewards", "reward_model", "constraints", "constraint_model"}
 
 
 def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, TaskSpec]:

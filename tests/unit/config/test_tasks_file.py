@@ -296,3 +296,8 @@ def test_a_primary_metric_that_is_none_of_the_rewards_is_refused_for_task_plugin
     task = {"dataset": "plugin:math_easy", "rewards": ["exact_match"], "primary_metric": "math_answer"}
     with pytest.raises(ConfigError, match="primary_metric 'math_answer' is none of the task's rewards"):
         parse_tasks({"tasks": {"t": task}})
+
+
+def test_a_task_of_an_environment_alone_may_be_called_like_another() -> None:
+    tasks = {"copy": {"rewards": ["length"]}, "copy2": {"environment": "number_game"}}
+    assert list(parse_tasks({"tasks": tasks})) == ["copy", "copy2"]
