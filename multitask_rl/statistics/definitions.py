@@ -99,7 +99,7 @@ def definition(spec: TaskSpec) -> str:
     """
     name = spec.primary_metric.partition("/")[0]
     is_whole = name == "reward"
-    rewards = [r for r in spec.rewards if is_whole or name == (r.name or r.plugin)]
+    rewards = [r for r in spec.rewards if (r.weight if is_whole else name == (r.name or r.plugin))]
     weights = [r.weight for r in rewards] if is_whole else []
     penalties = [c for c in spec.constraints if c.mode == "penalty" and is_whole]
     parts = [

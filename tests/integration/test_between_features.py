@@ -315,10 +315,11 @@ def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read
 
 
 def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward():
-    def found(primary="reward", weight=1.0, **config):
+    def found(primary="reward", weight=1.0, more=(), **config):
         rewards = [
             {"plugin": "rm_hf", "weight": weight, "config": {"model": "a/rm", **config}},
             {"plugin": "length", "weight": 0.1},
+            *more,
         ]
         spec = {"rewards": rewards, "primary_metric": primary}
         return definition(parse_tasks({"tasks": {"t": spec}})["t"])
@@ -326,5 +327,8 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
     assert found() == found(model="elsewhere/rm")
     assert found() != found(model="a/other")
     assert found() != found(weight=0.5)
+    assert found() == found(more=[{"plugin": "format", "weight": 0, "config": {"pattern": "a"}}]), (
+        "a metric only"
+    )
     assert found("rm_hf") == found("rm_hf", weight=0.5)
     assert found("rm_hf") != found("rm_hf", batch_size=3)
