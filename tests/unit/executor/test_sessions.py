@@ -12,6 +12,7 @@ from multitask_rl.executor.group import _Session
 
 AGENT = """
 import os, sys
+print("started", flush=True)
 sys.stdin.readline()
 os.makedirs(sys.argv[1] + "/session_1/logs", exist_ok=True)
 """
@@ -33,7 +34,11 @@ def test_an_agent_that_starts_after_its_cluster_died_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     dead = dead_session(tmp_path)
-    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(dead)], stdin=subprocess.PIPE)
+    command = [sys.executable, "-c", AGENT, str(dead)]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    # a process that has just been made shows no command line for a moment
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == b"started\n"
     following = _Session()
     if not is_gone_first:
         following.remove()
