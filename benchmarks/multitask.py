@@ -32,6 +32,7 @@ CLAIMS = {
     "smollm2": "claims.smollm2",
     "smollm2_static": "claims.smollm2_static",
     "smollm2_long": "claims.smollm2_long",
+    "smollm2_mixture": "claims.smollm2_mixture",
     "razor": "claims.razor",
 }
 """Name on the command line -> module with ``CLAIM``."""

@@ -68,7 +68,8 @@ SETTINGS: Mapping[str, Any] = {
     "scoring": {"num_workers": 1},
 }
 """Laid over ``configs/experiment/smollm2.yaml``."""
-COMPARED = ("worst", "mean", *(f"level/{task}" for task in TASKS), "flagged", "kl/questions", "loss/prose")
+COMPARED = ("worst", "mean", "level/", "flagged", "kl/questions", "loss/prose")
+"""Metrics of the tables; ``level/`` is those of all tasks."""
 PAIRS = (
     *(("uniform", arm) for arm in ("default", "tac", "static_best")),
     ("no_constraint", "default"),
@@ -81,29 +82,44 @@ Values = dict[str, list[float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Run:
+class Run:
+    """An arm with a seed: its directory, tasks and configuration."""
+
     arm: Arm
     seed: int
     options: Options
 
     @property
     def folder(self) -> Path:
-        name = f"smollm2-{self.arm.name}-{self.options.steps}"
+        """Where it writes."""
+        name = f"smollm2-{self.mixture}-{self.arm.name}-{self.options.steps}"
         return self.options.directory / "runs" / name / str(self.seed)
 
     @property
     def num_test(self) -> int:
+        """Test prompts per task."""
         own = self.arm.settings.get("num_test", NUM_TEST)
         return int(self.options.extra.get("eval", {}).get("num_prompts", own))
 
+    @property
+    def mixture(self) -> str:
+        """The name of what ``prepare`` or ``write_mixture`` wrote."""
+        return str(self.arm.settings.get("mixture", "claim"))
+
+    @property
+    def prepared(self) -> dict[str, Any]:
+        """``actor``: directory of the model; ``tasks`` and ``anchors``: entries of a tasks file by name."""
+        file = self.options.directory / "smollm2" / "prepared" / f"{self.mixture}.json"
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
     def config(self, tasks: Mapping[str, Any], **overrides: Any) -> RunConfig:
         """Return the configuration; ``options.extra`` lies over the claim's settings."""
-        prepared = _prepared(self.options)
         document, _ = load_yaml(CONFIG)
         own = {
             "tasks_file": "",
             "tasks": tasks,
-            "model": {"name_or_path": prepared["actor"]},
+            "model": {"name_or_path": self.prepared["actor"]},
             "output_dir": str(self.folder / "run"),
             "seed": self.seed,
             "scheduler": self.arm.settings.get("scheduler", {}),
@@ -153,22 +169,22 @@ def prepare(options: Options) -> None:
         "anchors": {name: {"type": "anchor", **entry} for name, entry in anchors.items()},
         "figures": made.figures,
     }
-    (directory / "claim.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write_mixture(options, "claim", found)
+
+
+def write_mixture(options: Options, name: str, found: Mapping[str, Any]) -> None:
+    """Write what ``Run.prepared`` reads for arms whose setting ``mixture`` is ``name``."""
+    file = options.directory / "smollm2" / "prepared" / f"{name}.json"
+    file.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def _write_some(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     return write_rows(file, ({k: row[k] for k in ("prompt", "reference")} for row in rows[:NUM_ANCHORS]))
 
 
-def _prepared(options: Options) -> dict[str, Any]:
-    file = options.directory / "smollm2" / "prepared" / "claim.json"
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return found
-
-
 def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
     """Train once; return levels and changes on test prompts, anchors, what the controllers did."""
-    run = _Run(arm=arm, seed=seed, options=options)
+    run = Run(arm=arm, seed=seed, options=options)
     before = base_values(run)
     if arm.name == "base":
         return summarise(before, before)
@@ -199,20 +215,20 @@ def summarise(before: Values, after: Values) -> Metrics:
     return metrics
 
 
-def base_values(run: _Run) -> Values:
+def base_values(run: Run) -> Values:
     """Return the values of the untrained model on the seed's test prompts; the arms share them."""
-    file = run.options.directory / "smollm2" / "base" / f"{run.seed}-{run.num_test}.json"
+    file = run.options.directory / "smollm2" / "base" / run.mixture / f"{run.seed}-{run.num_test}.json"
     if not file.is_file():
-        values = test_values(run, _prepared(run.options)["actor"])
+        values = test_values(run, run.prepared["actor"])
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(values), encoding="utf-8")
     found: Values = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def test_values(run: _Run, weights: str) -> Values:
+def test_values(run: Run, weights: str) -> Values:
     """Return the values of a model directory on the seed's test prompts."""
-    tasks = _prepared(run.options)["tasks"]
+    tasks = run.prepared["tasks"]
     config = run.config(
         {name: {**entry, "eval_split": "test", "evaluation_only": True} for name, entry in tasks.items()},
         model={"name_or_path": weights},
@@ -231,7 +247,7 @@ def test_values(run: _Run, weights: str) -> Values:
     return values
 
 
-def _train(run: _Run) -> tuple[Path, Metrics]:
+def _train(run: Run) -> tuple[Path, Metrics]:
     """Train to the end; return the directory of the weights that are handed over, and metrics."""
     arm, folder = run.arm, run.folder / "run"
     victim = arm.settings.get("victim")
@@ -270,8 +286,8 @@ def _train(run: _Run) -> tuple[Path, Metrics]:
     return Path(model_directory(str(weights))), metrics | _anchors(run, folder)
 
 
-def _build(run: _Run, steps: int) -> Trainer:
-    prepared, settings = _prepared(run.options), run.arm.settings
+def _build(run: Run, steps: int) -> Trainer:
+    prepared, settings = run.prepared, run.arm.settings
     tasks = prepared["tasks"] | prepared["anchors"]
     for name, weight in settings.get("weights", {}).items():
         tasks[name]["weight"] = weight
@@ -292,9 +308,9 @@ def _build(run: _Run, steps: int) -> Trainer:
     return trainer
 
 
-def _branch(run: _Run, folder: Path) -> None:
+def _branch(run: Run, folder: Path) -> None:
     """Copy the first steps, which some arms share, to ``folder``; make them where they are not there yet."""
-    before = _Run(arm=Arm(name="shared"), seed=run.seed, options=run.options)
+    before = Run(arm=Arm(name="shared"), seed=run.seed, options=run.options)
     with _build(before, PLANT_AT) as trainer:
         trainer.train()
     del trainer
@@ -306,11 +322,11 @@ def _branch(run: _Run, folder: Path) -> None:
     aside.replace(folder)
 
 
-def _anchors(run: _Run, folder: Path) -> Metrics:
+def _anchors(run: Run, folder: Path) -> Metrics:
     """Return per anchor the KL at the end, and the loss there minus the loss at the start."""
     rows = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
     metrics: Metrics = {}
-    for name in _prepared(run.options)["anchors"]:
+    for name in run.prepared["anchors"]:
         own = [dict(_means(row)) for row in rows if row["task"] == name]
         metrics[f"kl/{name}"] = own[-1]["kl"]
         metrics[f"loss/{name}"] = own[-1]["loss"] - own[0]["loss"]
@@ -326,7 +342,9 @@ def _means(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def render(arms: Arms) -> str:
     """Return the arms' means, what training changed, and the differences between arms, paired by seed."""
     names = list(arms)
-    columns = [c for c in (*COMPARED, "cpu_s") if any(c in arms[n] for n in names)]
+    known = dict.fromkeys(key for own in arms.values() for key in own)
+    compared = [key for c in COMPARED for key in known if key == c or (c == "level/" and key.startswith(c))]
+    columns = [*compared, *(["cpu_s"] if "cpu_s" in known else [])]
     parts = [table(["arm", "seeds", *columns], [[n, *_means_of(arms[n], columns)] for n in names])]
     changed = [n for n in names if n != "base"]
     if changed:
@@ -336,9 +354,9 @@ def render(arms: Arms) -> str:
         parts.append(table(["arm", *measured], rows))
     pairs = [(base, other) for base, other in PAIRS if base in arms and other in arms]
     if pairs:
-        rows = [[f"{b} -> {a}", *(_difference(arms, b, a, c) for c in COMPARED)] for b, a in pairs]
+        rows = [[f"{b} -> {a}", *(_difference(arms, b, a, c) for c in compared)] for b, a in pairs]
         parts.append("Differences, paired by seed:")
-        parts.append(table(["", *COMPARED], rows))
+        parts.append(table(["", *compared], rows))
     for name, own in arms.items():
         if "detected" in own:
             parts.append(_guarded(name, own))

@@ -68,18 +68,18 @@ def test_a_fault_goes_on_from_shared_steps_and_is_not_seen_before_it(options: Op
     runs = options.directory / "runs"
     before, after = (
         [json.loads(line) for line in (runs / name / "0/run/evaluations.jsonl").read_text().splitlines()]
-        for name in ("smollm2-shared-12", "smollm2-fault_no_guard-12")
+        for name in ("smollm2-claim-shared-12", "smollm2-claim-fault_no_guard-12")
     )
     assert after[: len(before)] == before, "the same run up to the plant"
     assert {row["step"] for row in before} == {0, 4, 8}
     assert {row["step"] for row in after} == {0, 4, 8, 12}
-    assert not (runs / "smollm2-fault_no_guard-12/0/run/checkpoints").exists(), "they would fill the disk"
+    assert not (runs / "smollm2-claim-fault_no_guard-12/0/run/checkpoints").exists(), "they would fill the disk"
 
 
 def test_arms_are_compared_on_the_same_test_prompts_of_the_untrained_model(options: Options) -> None:
     base = smollm2.run_arm(_arm("base"), 0, options)
     (options.directory / "actor").rename(options.directory / "moved")
-    file = options.directory / "smollm2" / "base" / "0-6.json"
+    file = options.directory / "smollm2" / "base" / "claim" / "0-6.json"
     values = json.loads(file.read_text())
     assert {name: len(own) for name, own in values.items()} == {"math": 6, "safety": 6, "flagged": 6}
     assert base["change/math"] == base["change_error/math"] == 0.0
