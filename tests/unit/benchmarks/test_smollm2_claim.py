@@ -73,7 +73,9 @@ def test_a_fault_goes_on_from_shared_steps_and_is_not_seen_before_it(options: Op
     assert after[: len(before)] == before, "the same run up to the plant"
     assert {row["step"] for row in before} == {0, 4, 8}
     assert {row["step"] for row in after} == {0, 4, 8, 12}
-    assert not (runs / "smollm2-claim-fault_no_guard-12/0/run/checkpoints").exists(), "they would fill the disk"
+    assert not (runs / "smollm2-claim-fault_no_guard-12/0/run/checkpoints").exists(), (
+        "they would fill the disk"
+    )
 
 
 def test_arms_are_compared_on_the_same_test_prompts_of_the_untrained_model(options: Options) -> None:
