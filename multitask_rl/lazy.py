@@ -24,7 +24,7 @@ def lazy_names(package: dict[str, Any], homes: Mapping[str, str]) -> tuple[Calla
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Import libraries or read long records inside: nothing of them is garbage, and collecting takes time."""
+    """Turn Python's garbage collector off inside: imports and long records leave no garbage to look for."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

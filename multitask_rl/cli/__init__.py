@@ -125,11 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _place(error: BaseException) -> str:
-    """Return where ``error`` was raised: the last line outside of this package and of libraries, if any."""
+    """Return where ``error`` was raised: in the last line, if any, of neither this package nor a library."""
     frames = traceback.extract_tb(error.__traceback__)
     files = (str(multitask_rl.__file__), os.__file__)
     places = ("<", *(os.path.join(os.path.dirname(file), "") for file in files))
-    own = [f for f in frames if not f.filename.startswith(places) and "site-packages" not in f.filename]
+    own = [f for f in frames if not f.filename.startswith(places) and "-packages" not in f.filename]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 

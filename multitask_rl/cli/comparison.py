@@ -362,14 +362,26 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
             pair = _pair(base, other, task, step)
             first, second = pair.first[0], pair.second[0]
             if not are_alike(*pair.first, *pair.second):
-                notes.append(
-                    f"task {task!r} is judged by {first.metric!r} in {base.name} and by "
-                    f"{second.metric!r} in {other.name}: compare runs with the same primary_metric"
-                    if first.metric != second.metric
-                    else f"task {task!r} has another definition of {first.metric!r} in {base.name} than in "
-                    f"{other.name} (rewards, weights, penalties, environment or teacher), so its values are "
-                    "not compared; 'multitask-rl eval' judges both models by one tasks file"
-                )
+                if first.metric != second.metric:
+                    why = (
+                        f"is judged by {first.metric!r} in {base.name} and by {second.metric!r} in "
+                        f"{other.name}: compare runs with the same primary_metric"
+                    )
+                elif first.direction is not second.direction:
+                    why = (
+                        f"has another direction of {first.metric!r} in {base.name} than in {other.name}: "
+                        "compare runs with the same higher_is_better"
+                    )
+                else:
+                    of_both = ((base, pair.first), (other, pair.second))
+                    mixed = [f"within {arm.name}" for arm, own in of_both if not are_alike(*own)]
+                    why = (
+                        f"has not one definition of {first.metric!r} "
+                        f"{mixed[0] if mixed else f'in {base.name} and {other.name}'} (rewards, weights, "
+                        "penalties, environment or teacher), so its values are not compared; "
+                        "'multitask-rl eval' judges both models by one tasks file"
+                    )
+                notes.append(f"task {task!r} {why}")
                 continue
             pairs[index, task] = pair
             if not pair.paired:
@@ -514,7 +526,7 @@ def _trained(config: Mapping[str, Any]) -> list[str]:
 def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
     """Return arm -> arms that it dominates: no task's mean is worse, one is better (Pareto).
 
-    Only tasks count that all arms have, judged by one metric.
+    Only tasks count that all arms have with the same metric and definition.
     """
     tasks = [
         task
@@ -601,8 +613,8 @@ def render_result(result: Mapping[str, Any]) -> str:
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [
-            f"{arm} dominates {', '.join(own)}: in every task that all have its mean is as good or better; "
-            "verdicts are above"
+            f"{arm} dominates {', '.join(own)}: in every task that all have with one definition its mean is "
+            "as good or better; verdicts are above"
             for arm, own in result["dominates"].items()
             if own
         ]

@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", help="directory of a model, adapters, run or checkpoint, or a hub id")
     parser.add_argument("tasks", help="tasks file")
     parser.add_argument("--other", default="", help="a second model: its difference to the first, per task")
-    parser.add_argument("--split", default="", help="eval_split of every task, such as test")
+    parser.add_argument("--split", default="", help="eval_split of every task but anchors, such as test")
     parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options, overrides = parser.parse_known_args(arguments)
@@ -157,7 +157,8 @@ def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) ->
     """Evaluate a model; ``anchors`` takes the texts of the first one, on which the second one is measured.
 
     Its keys are task and hash of the vocabulary: a model with another one samples texts of its own.
-    ``turnover`` is left out where it would compare a model with itself.
+    ``turnover`` is left out where it would compare a model with itself: of the first model, and of one whose
+    chat template makes other prompts.
     """
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
@@ -165,6 +166,7 @@ def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) ->
         vocabulary = hash(frozenset(trainer.actor.tokenizer.get_vocab().items()))
         tasks = {name: task for name, task in trainer.tasks.items() if task.spec.kind == "anchor"}
         known = {name: anchors.get((name, vocabulary)) for name in tasks}
+        prompts = {name: state.prompts for name, state in known.items() if state is not None}
         for name, state in known.items():
             if state is not None:
                 tasks[name].anchor = state
@@ -172,6 +174,7 @@ def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) ->
         for name, task in tasks.items():
             if known[name] is None:
                 anchors[name, vocabulary] = task.anchor
+            if prompts.get(name) != task.anchor.prompts:
                 rest = {key: own for key, own in found[name].metrics.items() if key != "turnover"}
                 found[name] = replace(found[name], metrics=rest)
         return found

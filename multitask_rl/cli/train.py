@@ -193,8 +193,9 @@ def config_keys() -> dict[str, Any]:
 def _base(arguments: list[str], trusts: bool) -> RunConfig | type[RunConfig]:
     """Return the configuration that ``arguments`` override: recorded in ``output_dir``, or the defaults.
 
-    The record counts if no other source is given; a tasks file without a model takes the place of its tasks.
-    ``trusts`` allows code that the record names.
+    The defaults count if the command names a configuration, or both ``tasks_file`` and
+    ``model.name_or_path``. ``tasks_file`` alone replaces the recorded tasks. ``trusts`` allows code that the
+    record names.
     """
     given = dict(a.partition("=")[::2] for a in arguments)
     run = Path(given.get("output_dir", "").strip("'\""))

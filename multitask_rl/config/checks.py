@@ -161,7 +161,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if spec.kind == "distill" and spec.curriculum.by == PASS_RATE and not spec.is_scored:
         raise ConfigError(
             f"{where.at('curriculum', 'by')}: a task of type distill without rewards has no pass rate; give "
-            "it rewards, or leave curriculum out"
+            "it rewards, name a column of the rows, or leave curriculum out"
         )
     if spec.kind in ("sft", "distill") and spec.kl.coefficient > 0:
         raise ConfigError(

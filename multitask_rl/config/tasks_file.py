@@ -52,7 +52,8 @@ _ENVIRONMENT_KEYS = (
     "turn_timeout_s",
     "max_response_tokens",
 )
-_DEFINING = {"type", "dataset", "environment", "rewards", "reward_model", "constraints", "constraint_model"}
+_DEFINING = ("dataset", "type", "environment", "rewards", "reward_model", "constraints", "constraint_model")
+_NEW_TASK = f"a new task has one of the keys {', '.join(_DEFINING)}"
 
 
 def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, TaskSpec]:
@@ -77,10 +78,10 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
             raise ConfigError(f"override: tasks.{name}: expected a mapping of the task's keys, got {given!r}")
         raw, where = entries.get(name, ({}, root.at("tasks", name)))
         if name not in entries:
-            if entries and not _DEFINING & set(given):
+            if entries and not set(_DEFINING) & set(given):
                 raise ConfigError(
                     f"override: tasks.{name}: unknown task {name!r}{suggest(name, entries)} "
-                    f"(tasks: {', '.join(entries)}); a new task needs at least rewards or constraints"
+                    f"(tasks: {', '.join(entries)}); {_NEW_TASK}"
                 )
             where = Where("", where.path, {where.path: OVERRIDE})
         merged[name] = (_deep_merge(raw, given, where), where)
@@ -179,13 +180,12 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     if not entries:
         raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
     specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
-    defined = [name for name, (raw, _) in entries.items() if _DEFINING & set(raw)]
+    defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
         try:
             if name not in defined and (hint := suggest(name, defined)):
                 raise ConfigError(
-                    f"{entry[1]}: unknown task {name!r}{hint} (tasks: {', '.join(defined)}); a new task "
-                    "needs at least rewards or constraints"
+                    f"{entry[1]}: unknown task {name!r}{hint} (tasks: {', '.join(defined)}); {_NEW_TASK}"
                 )
             specs[name] = _task(name, *entry)
             check_task(specs[name], entry[1], need_data=False)

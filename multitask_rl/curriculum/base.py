@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
@@ -101,7 +102,8 @@ class SchedulerPolicy:
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()
-        wrong = {t: preferences.get(t) for t in seen if not 0.0 <= preferences.get(t, math.nan) < math.inf}
+        told: dict[str, object] = {task: preferences.get(task) for task in seen}
+        wrong = {t: v for t, v in told.items() if not (isinstance(v, Real) and 0.0 <= float(v) < math.inf)}
         if wrong:
             raise PluginError(
                 f"scheduler.policy: {type(self).__name__}._preferences gives {wrong}; allowed: a finite "

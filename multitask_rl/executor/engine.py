@@ -199,7 +199,8 @@ class RayEngine(RolloutEngine):
                         share.is_late = True
                         waiting |= (behind := share.samples & unfinished)
                         told = f"rollout replica {index} is late: others sample what it has not ended"
-                        self._tell("late", f"{told} ({len(behind)} of {len(share.samples)} samples)")
+                        if behind:
+                            self._tell("late", f"{told} ({len(behind)} of {len(share.samples)} samples)")
                 if waiting and idle:
                     again = sorted(waiting)
                     costs = [requests[i].sampling.max_new_tokens for i, _ in again]

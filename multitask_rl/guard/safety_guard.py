@@ -31,6 +31,7 @@ from multitask_rl.statistics.intervals import compare_paired, summarise
 
 _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
+_GOES_ON = "; set guard.guard_config.on_changed_task=warn to go on with the task as it is"
 _OVERWHELMING = 2.0
 """Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
 
@@ -199,11 +200,13 @@ class SafetyGuard(Guard):
         return choose_target(good, seen, fell_after=self._good_until)
 
     def _seen(self, key: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return the evaluated steps and a metric's detector then; none of another definition."""
-        now = {metric.key: metric.definition for metric in self._watched}
+        """Return (step, state of the metric's detector) of evaluations whose definition is the present one.
+
+        Those whose definition is not known count too.
+        """
+        now = next((m.definition for m in self._watched if m.key == key and m.is_of_rewards), "")
         states = [(at, own[key]) for at, own in self._snapshots if key in own]
-        known = [(at, own) for at, own in states if own.get("definition", "") in ("", now.get(key))]
-        return [(at, own["detector"]) for at, own in known]
+        return [(at, own["detector"]) for at, own in states if now in ("", own.get("definition") or now)]
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
@@ -319,7 +322,12 @@ class SafetyGuard(Guard):
     def _restore(self, watched: Mapping[str, Mapping[str, Any]]) -> None:
         for metric in self._watched:
             if metric.key in watched:
+                now = metric.definition
                 metric.load_state_dict(watched[metric.key])
+                if now and metric.definition not in ("", now):  # a resume between has changed it
+                    metric.definition = now
+                    if metric.is_of_rewards:
+                        metric.forget()
 
     def _decide(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None
@@ -404,10 +412,10 @@ class SafetyGuard(Guard):
         The numbers of the test are added to ``statistics``.
 
         A fresh evaluation samples from both weights with new seeds. It is independent of the detector: a
-        false alarm passes only if both err by chance. Of several fresh evaluations of one alarm each prompt
-        has its mean: two or three show a fall that is too small for one, unless the texts are fixed, of which
-        another evaluation says nothing new. If no weights were judged good yet, there is nothing to compare
-        with and the detector alone decides.
+        false alarm passes only if both err by chance. Several fresh evaluations of one alarm are averaged per
+        prompt: two or three show a fall that is too small for one. Fixed texts give the same values again: no
+        new evidence. If no weights were judged good yet, there is nothing to compare with and the detector
+        alone decides.
         """
         stored = metric.find(evaluation)
         if not self.config.confirm or stored is None:
@@ -457,8 +465,8 @@ class SafetyGuard(Guard):
             return ""
         return (
             f"has changed: the weights of step {good.step} scored {then['value']:.3f} there and score "
-            f"{value:.3f} now, so its environment, reward or data is no longer what it was "
-            "(guard.guard_config.on_changed_task=warn goes on with it)"
+            f"{value:.3f} now, so its environment, reward or data is no longer what it was"
+            + (_GOES_ON if self.config.on_changed_task == "stop" else "")
         )
 
     def _choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:

@@ -16,6 +16,10 @@ from multitask_rl.statistics.intervals import PairedTest, compare_paired, summar
 _MIN_UNIT_VARIANCE = 0.02
 """Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
 _MIN_VARIANCE = 1e-12
+_ZERO_KL = 1e-6
+"""Nats per token; the KL of equal policies is below."""
+_OF_REWARDS = ("reward", "pass@", "maj@", "turnover")
+"""Beginnings of the names of metrics that are computed from rewards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,8 +156,8 @@ class WatchedMetric:
     is_unit: bool | None = None
     """Values lie in [0, 1], as declared or, undeclared, in the first evaluation; None before it."""
     least_scale: float = 0.0
-    """Smallest value that a relative drop refers to: 1 for a metric that begins at its best value, 0 (the KL
-    to the initial actor), so that a drop is in the metric's unit."""
+    """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
+    drop is then in the metric's unit, as long as its values are below 1."""
     definition: str = ""
     """``TaskEvaluation.definition`` of what the detector has seen; empty = not known."""
 
@@ -161,6 +165,11 @@ class WatchedMetric:
     def key(self) -> str:
         """``task`` or ``task/metric``."""
         return f"{self.task}/{self.metric}" if self.metric else self.task
+
+    @property
+    def is_of_rewards(self) -> bool:
+        """Whether another definition of the primary metric changes its values."""
+        return not self.metric or self.metric.startswith(_OF_REWARDS)
 
     def observe(self, evaluation: TaskEvaluation, settings: DetectorSettings) -> bool:
         """Add an evaluation; return False if it has no value of the metric, or no standard error.
@@ -177,8 +186,9 @@ class WatchedMetric:
             is_undeclared = ends == (-math.inf, math.inf)
             self.is_unit = ends == (0.0, 1.0) or (is_undeclared and all(0.0 <= v <= 1.0 for v in seen))
             is_lower = statistic.direction is Direction.lower
-            if is_lower and not self.is_unit and ends[0] == 0.0 and not any(seen):
-                self.least_scale = 1.0
+            if is_lower and not self.is_unit and ends[0] == 0.0:
+                # of equal policies it may be a rounding error; of an anchor that came later it is not 0
+                self.least_scale = float(self.metric == "kl" or max(seen) < _ZERO_KL)
         value = statistic.score + (self.is_unit and statistic.direction is Direction.lower)
         floor = _MIN_UNIT_VARIANCE if self.is_unit else _MIN_VARIANCE
         error = max(statistic.error, math.sqrt(floor / statistic.n))
@@ -187,17 +197,24 @@ class WatchedMetric:
         return True
 
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
-        """Forget everything if the task's metric is defined otherwise than before; return what to say."""
+        """Drop the history if the definition of the task's primary metric has changed; return what to say.
+
+        Metrics that no reward enters (``length``, ``kl``) keep theirs.
+        """
         now, before = evaluation.definition, self.definition
         self.definition = now or before
-        if not (before and now) or now == before:
+        if not (before and now) or now == before or not self.is_of_rewards:
             return None
-        self.detector, self.is_unit, self.least_scale = RegressionDetector(), None, 0.0
+        self.forget()
         reason = (
-            f"{self.key}: the task's rewards, weights, penalties, environment or teacher are others than "
-            "before, so the guard knows no value of it: it warms up again"
+            f"{self.key}: the definition of the task's primary metric has changed (rewards, weights, "
+            "penalties, environment or teacher). Earlier values are dropped; the guard warms up again"
         )
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
+
+    def forget(self) -> None:
+        """Drop all values seen."""
+        self.detector, self.is_unit, self.least_scale = RegressionDetector(), None, 0.0
 
     def find(self, evaluation: TaskEvaluation) -> Statistic | None:
         """Return the metric, with the user's direction if one is set; None if it has no value.

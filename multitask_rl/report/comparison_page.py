@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.records import Direction
+from multitask_rl.report.differences import are_alike
 from multitask_rl.report.samples import clipped, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.statistics.seeds import mean_of_arm
@@ -114,13 +115,15 @@ def _held_out(
     task: str, runs: Sequence[Sequence[RunRecord]], spent: Sequence[Sequence[_Spent]]
 ) -> dict[str, Any]:
     """Return the held-out curve of a task: per arm mean, interval and costs at each step; None = has none."""
-    metric, found = "", list[dict[str, Any] | None]()
+    histories = [run.evaluations[task] for own in runs for run in own if run.evaluations.get(task)]
+    if not histories:
+        return {"task": task, "metric": "", "arms": [None] * len(runs)}
+    present, found = histories[0][-1], list[dict[str, Any] | None]()
     for own, spent_by in zip(runs, spent, strict=True):
         at: dict[int, list[tuple[Evaluation, _Spent]]] = {}
         for run, until in zip(own, spent_by, strict=True):
             for evaluation in run.evaluations.get(task, ()):
-                metric = metric or evaluation.metric
-                if evaluation.metric == metric:
+                if are_alike(evaluation, present):
                     at.setdefault(evaluation.step, []).append((evaluation, until))
         if not at:
             found.append(None)
@@ -141,7 +144,7 @@ def _held_out(
                 _rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at
             ]
         found.append(curve)
-    return {"task": task, "metric": metric, "arms": found}
+    return {"task": task, "metric": present.metric, "arms": found}
 
 
 def _rewards(

@@ -52,7 +52,7 @@ def influence(run: RunRecord) -> dict[str, Any]:
 
 
 def _ends(by_step: Mapping[int, Evaluation], first: int, last: int) -> tuple[Evaluation, Evaluation] | None:
-    """Return a task's evaluations at both steps if they have the same metric."""
+    """Return a task's evaluations at both steps if they have the same metric and definition."""
     start, end = by_step.get(first), by_step.get(last)
     if start is None or end is None or not are_alike(start, end):
         return None
@@ -138,19 +138,19 @@ def _effects(
 def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Return per task the shares of prompts that the last evaluation solves and the first did not, and back.
 
-    Pairs by prompt: the last evaluation, and the first one of the same prompts and metric. A prompt is solved
-    if its value reaches the task's ``solved_at``; without one, values have to be all 0 or 1. Other tasks have
-    no row, nor have tasks with several responses per prompt, of which ``pass@k`` tells how many solve it.
+    Pairs by prompt: the last evaluation, and the first one of the same prompts, metric and definition. A
+    prompt is solved if its value reaches the task's ``solved_at``; without one, values have to be all 0 or 1.
+    Other tasks have no row, nor have tasks with several responses per prompt, of which ``pass@k`` tells how
+    many solve it.
     """
     specs = run.config.get("tasks")
     found = {}
     for task, history in run.evaluations.items():
         last = history[-1]
-        alike = [e for e in history if are_alike(e, last)]
-        first = alike[0]
-        is_single = first.samples == last.samples == 1
-        if len(alike) < 2 or not is_single or not share_prompts(run, run, first, last):
+        alike = [e for e in history[:-1] if are_alike(e, last) and share_prompts(run, run, e, last)]
+        if not alike or not alike[0].samples == last.samples == 1:
             continue
+        first = alike[0]
         spec = specs.get(task) if isinstance(specs, Mapping) else None
         at = spec.get("solved_at") if isinstance(spec, Mapping) else None
         pairs = [

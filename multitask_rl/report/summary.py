@@ -27,7 +27,7 @@ def summarise_run(run: RunRecord) -> dict[str, Any]:
 
 
 def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """Return a row per task: its last evaluation against the first one with the same metric."""
+    """Return a row per task: its last evaluation against the first one of the same metric and definition."""
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
         last = history[-1]
@@ -53,8 +53,10 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
             continue
         own = {"run": run.name, "trained": trained, "task": task}
         found.append({**own, **row})
-        first, last = run.evaluations[task][0].metrics, run.evaluations[task][-1].metrics
-        for metric in ("kl", "turnover"):
+        history = run.evaluations[task]
+        last = history[-1].metrics
+        of_rewards = next(e for e in history if are_alike(e, history[-1])).metrics
+        for metric, first in (("kl", history[0].metrics), ("turnover", of_rewards)):
             if metric in first and metric in last:  # a resume may have changed the task's kind
                 numbers = {"before": first[metric], "after": last[metric]}
                 found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})

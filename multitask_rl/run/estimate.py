@@ -186,7 +186,10 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
 
 
 def sample_bytes(tokens: float) -> float:
-    """Return a sample's bytes: objects; per token its id, log-probability, text and four numbers more."""
+    """Return the host's bytes of a sample of so many sampled tokens.
+
+    Beside its objects, a token has its id, log-probability, text and four numbers more.
+    """
     return 1500 + tokens * (36 + 32 + 4 + 4 * 4)
 
 

@@ -275,7 +275,7 @@ class RunStore:
         return value if isinstance(value, dict) else {}
 
     def recorded_tasks(self) -> Mapping[str, Any]:
-        """Return the tasks of ``config.yaml``, before a run goes on from its checkpoint; else nothing."""
+        """Return the tasks of ``config.yaml`` if this run is about to go on from a checkpoint; else none."""
         tasks = self.read_config().get("tasks") if self._found is not None else None
         return tasks if isinstance(tasks, Mapping) else {}
 

@@ -148,7 +148,7 @@ class Supervisor:
         step = self.progress.step
         self.progress.evaluated_at = step
         deciding = self._deciding(evaluations)
-        best_of = self._judged(deciding)
+        best_of = self._counted(deciding)
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         # weights are compared by the same tasks: not without one whose rewards failed this time
         score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
@@ -166,7 +166,7 @@ class Supervisor:
                     per_task[name][f"eval_{key}"] = statistic.mean
         directions = {name: e.primary.direction for name, e in evaluations.items()}
         # a mean of rates and of the logits of a reward model would say nothing
-        judged = self._judged(evaluations)
+        judged = self._counted(evaluations)
         among = [e.task for e in judged if math.isfinite(e.primary.high - e.primary.low)]
         among = among or [e.task for e in judged]
         numbers = {**aggregate(per_task, "eval", directions, among), **limits, "time/evaluation_s": seconds}
@@ -208,8 +208,11 @@ class Supervisor:
         """Return the evaluations that guard, scheduler and best checkpoint read: none of a split ``test``."""
         return {name: e for name, e in evaluations.items() if not self.tasks[name].only_reported}
 
-    def _judged(self, evaluations: Mapping[str, TaskEvaluation]) -> list[TaskEvaluation]:
-        """Return those that numbers over all tasks are made of: no anchors; losses only without a reward."""
+    def _counted(self, evaluations: Mapping[str, TaskEvaluation]) -> list[TaskEvaluation]:
+        """Return those that ``eval/score``, ``macro/eval`` and ``worst/eval`` count.
+
+        No anchors count, and tasks without rewards only if no task has any.
+        """
         own = [e for name, e in evaluations.items() if self.tasks[name].spec.kind != "anchor"]
         return [e for e in own if self.tasks[e.task].spec.is_scored] or own
 
@@ -299,7 +302,7 @@ class Supervisor:
 
 
 def _told(decision: GuardDecision, step: int) -> list[Event]:
-    """Return the events of a decision, and one of its action if a guard of the user's gave none."""
+    """Return the decision's events; with one more of its action and reason if the guard gave none."""
     own = [e for e in decision.events if e.source == "guard"]
     kind = str(decision.action)
     is_told = any(e.kind == kind or e.reason == decision.reason for e in own)

@@ -28,8 +28,9 @@ def load_teachers(
 ) -> dict[str, PreTrainedModel]:
     """Return the teacher of every task of ``specs`` that names one, on the actor's device; equal ones once.
 
-    A teacher that is a run is its newest checkpoint. ``teacher`` of the task then names it, so that the
-    record does; a resumed run finds it in its ``recorded`` tasks, though the teacher's run has gone on.
+    A teacher that is a run is its newest checkpoint. ``teacher`` of the task is set to that checkpoint, so
+    that ``config.yaml`` records it. ``recorded`` are the tasks of ``config.yaml``: a resumed run takes the
+    checkpoint named there while it exists, though the teacher's run has gone on.
 
     Raises:
         ConfigError: a teacher cannot be loaded, or has another vocabulary than the actor.
@@ -40,7 +41,7 @@ def load_teachers(
         if not spec.teacher:
             continue
         where = f"{spec.source or 'tasks'}: tasks.{name}.teacher"
-        former = str((recorded.get(name) or {}).get("teacher", ""))
+        former = str((recorded.get(name) or recorded.get(spec.renamed_from) or {}).get("teacher", ""))
         try:
             is_same = Path(spec.teacher) in Path(former).parents and Path(former).is_dir()
             directory = spec.teacher = former if is_same else model_directory(spec.teacher)

@@ -58,7 +58,13 @@ class PluginSource:
         if isinstance(value, type) and not (issubclass(value, ForeignReward) and value.is_function):
             built_config = build_config(value, config, where=f"{self.where}.config")
             columns_of = getattr(value, "columns_of", None)
-            return () if columns_of is None else tuple(columns_of(built_config))
+            if columns_of is None:
+                return ()
+            columns = columns_of(built_config)
+            if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
+                what = f"{self.where}: {self.kind} {self.reference!r}"
+                raise PluginError(f"{what}: its 'columns_of' gives {columns!r}, expected names of columns")
+            return tuple(columns)
         built = self.build(config)
         return built.columns if isinstance(built, FunctionPlugin | ForeignReward) else ()
 

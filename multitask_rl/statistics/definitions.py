@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +34,6 @@ from multitask_rl.records import (
 from multitask_rl.statistics.intervals import summarise
 
 REWARD = "reward_mean"
-_PATH = re.compile(r"[\w.~/@:+-]+")
 """Name of the reward's statistic."""
 OF_PROMPTS = ("pass@", "maj@")
 """Beginnings of the names of metrics that have a value per prompt, from several responses."""
@@ -91,32 +89,40 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
 
 
 def definition(spec: TaskSpec) -> str:
-    """Return a hash of what gives the task's primary metric its values.
+    """Return a hash of what the task's primary metric is computed from.
 
-    That is the reward or, of the metric ``reward``, all of them with their weights and penalties; the
-    environment, the teacher. Of a path only the last name counts: the same run may lie in another directory.
-    Changed code is not seen.
+    That is its reward (of ``reward``: all with a weight, their weights, and the penalties), the environment
+    and, if nothing is scored, the teacher. Without rewards it is the constraints, as the reward is 1 - cost.
+    Of an absolute path only the last name counts: the same run may lie in another directory. Changed code is
+    not seen.
     """
     name = spec.primary_metric.partition("/")[0]
     is_whole = name == "reward"
     rewards = [r for r in spec.rewards if (r.weight if is_whole else name == (r.name or r.plugin))]
-    weights = [r.weight for r in rewards] if is_whole else []
-    penalties = [c for c in spec.constraints if c.mode == "penalty" and is_whole]
+    judges = [c for c in spec.judged if is_whole and (c.mode != "penalty" or c.weight)]
+    if spec.rewards:
+        judges = [c for c in judges if c.mode == "penalty"]
+    # run, "checkpoints", step, "actor"
+    teacher = Path(spec.teacher).parts[-4:] if not spec.is_scored else ()
     parts = [
-        # run, "checkpoints", step, "actor"
-        [spec.primary_metric, Path(spec.teacher).parts[-4:], spec.environment, spec.environment_config],
-        [[r.plugin, r.config, r.overrun] for r in rewards],
-        weights,
-        [[c.plugin, c.config, c.weight] for c in penalties],
+        [spec.primary_metric, teacher, spec.environment, spec.environment_config],
+        *([r.plugin, r.config, r.overrun, r.weight if is_whole else None] for r in rewards),
+        *([c.plugin, c.config, c.mode, c.weight if spec.rewards else None] for c in judges),
     ]
-    plain = _without_directories(redact(parts))
-    text = json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    texts = (_plain_text(redact(part)) for part in parts)
+    return hashlib.blake2b("\n".join(sorted(texts)).encode(), digest_size=8).hexdigest()
+
+
+def _plain_text(part: Any) -> str:
+    return json.dumps(
+        _without_directories(part), sort_keys=True, default=lambda value: type(value).__qualname__
+    )
 
 
 def _without_directories(value: Any) -> Any:
     if isinstance(value, str):
-        return value.rstrip("/").rpartition("/")[2] if _PATH.fullmatch(value) else value
+        is_path = value.startswith(("/", "./", "../", "~/"))
+        return value.rstrip("/").rpartition("/")[2] if is_path else value
     if isinstance(value, Mapping):
         return {str(key): _without_directories(own) for key, own in value.items()}
     if isinstance(value, list | tuple):

@@ -35,6 +35,8 @@ class AnchorState:
     """``Prompt.row_id`` -> response of the actor at that time."""
     prompts: str = ""
     """Hash of the evaluated prompts."""
+    definition: str = ""
+    """``TaskEvaluation.definition`` of what solves them; empty = not known."""
     solved: list[float] = field(default_factory=list)
     """Share of each prompt's responses that solved it."""
 
@@ -60,8 +62,7 @@ class TaskState:
     held_out_by: tuple[int, str, int] = (0, "", 0)
     """What chooses the rows to evaluate: seed and name of the task when the run began, and their number."""
     eval_rows: Sequence[Row] = field(init=False)
-    """The rows to evaluate."""
-    """Held-out rows, always the same ones in the same order."""
+    """The rows to evaluate: always the same ones in the same order."""
     only_reported: bool = False
     """They are of the split ``test``: no controller reads their results."""
     max_prompt_tokens: int = 0

@@ -106,7 +106,10 @@ class TextMeter:
         return samples
 
     def _sample(self, task: TaskState, prompts: Sequence[Prompt], purpose: str) -> list[list[int]]:
-        """Return one response to each prompt, sampled at temperature 1 from the whole vocabulary."""
+        """Return one response to each prompt, sampled at temperature 1, without ``top_k`` and ``top_p``.
+
+        The task's grammar and suppressed tokens hold.
+        """
         plain = replace(task, sampling=replace(task.sampling, temperature=1.0, top_k=0, top_p=1.0))
         stage = RolloutStage(
             self.engine,
@@ -123,11 +126,14 @@ class TextMeter:
         solved = evaluation.metrics.get("pass@1")
         if solved is None:
             return {}
-        if task.anchor.prompts != evaluation.prompts:
-            task.anchor.prompts, task.anchor.solved = evaluation.prompts, list(solved.values)
-        lost = [a * (1.0 - b) for a, b in zip(task.anchor.solved, solved.values, strict=True)]
-        own = summarise(lost, direction=Direction.lower, low=0.0, high=1.0, keep=range(len(lost)))
-        return {"turnover": own}
+        own = task.anchor
+        is_other = own.definition not in ("", evaluation.definition)
+        own.definition = evaluation.definition
+        if own.prompts != evaluation.prompts or is_other:
+            own.prompts, own.solved = evaluation.prompts, list(solved.values)
+        lost = [a * (1.0 - b) for a, b in zip(own.solved, solved.values, strict=True)]
+        kept = range(len(lost))
+        return {"turnover": summarise(lost, direction=Direction.lower, low=0.0, high=1.0, keep=kept)}
 
 
 def _per_text(values: Sequence[float]) -> Statistic:

@@ -17,7 +17,7 @@ _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""
 _LONGEST, _GROWS_S = 4.0, 300.0
-"""Points wait at most so many times as long as at first; seconds in which the time grows by as much again."""
+"""Largest factor on the time that points wait; seconds in which the factor grows by 1."""
 
 
 class BackgroundWriter(threading.Thread):

@@ -323,9 +323,12 @@ def cut_records(
             if length == 0 and not kept:
                 path.unlink(missing_ok=True)
             elif size > length + len(kept):
-                os.truncate(path, length)
-                with path.open("ab") as stream:
-                    stream.write(kept)
+                if kept:  # a kill in between must not lose them
+                    aside = path.with_name(f"{path.name}.new")
+                    aside.write_bytes(path.read_bytes()[:length] + kept)
+                    os.replace(aside, path)
+                else:
+                    os.truncate(path, length)
 
 
 def set_records_aside(directory: Path) -> None:

@@ -56,8 +56,8 @@ _MAX_TAG = 5000
 _MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
 _RESOLUTION, _HEADLINE_RESOLUTION = 10, 50
-"""Kept points of a curve lie at least this part of the steps made so far apart: all are kept before step 20,
-and before step 100 those of the curves to look at first."""
+"""Kept points of a curve lie at least a 10th (a 50th) of the steps made so far apart: all are kept before
+step 20, and before step 100 those of the curves to look at first."""
 _TRACE_RESOLUTION = 20
 """The same for traces, in seconds."""
 _TRACED = 2

@@ -1,7 +1,7 @@
 """Features that are right alone, together: what a reader of the whole found."""
 
 import json
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
@@ -288,47 +288,73 @@ SCALED = COPY.replace("[rewards.py:starts_right]", "[{plugin: rewards.py:starts_
 
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
     """A resume scales the reward: no fall for the guard, nothing for ``report`` or ``compare``."""
-    write_run(tmp_path, COPY, num_rows=60)
+    anchor = "  kept: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:is_short], solved_at: 0.1}\n"
+    write_run(tmp_path, COPY + anchor, num_rows=60)
     watched = GuardConfig(threshold_delta=-0.02, guard_config={"warmup": 1, "confirm": False})
     train(run_config(tmp_path, "out", 6, guard=watched, **SMALL))
-    (tmp_path / "tasks.yaml").write_text(SCALED)
+    (tmp_path / "tasks.yaml").write_text(SCALED + anchor.replace("is_short]", "starts_right]"))
     twice = [run_config(tmp_path, "out", steps, guard=watched, **SMALL) for steps in (7, 12)]
     with Trainer.from_config(twice[0]) as stopped:  # killed, as it were, before the next checkpoint
         stopped.train_step()
     trainer = train(twice[1])
     assert trainer.step == 12
+    assert dict(trainer.history)[8]["kept"].metrics["turnover"].mean == 0.0, "solved by another reward before"
     events = [json.loads(line) for line in (tmp_path / "out/events.jsonl").read_text().splitlines()]
     assert [(e["step"], e["kind"]) for e in events if e["kind"] in ("changed", "redefined")] == [
         (6, "changed"),
         (8, "redefined"),
+        (8, "redefined"),
     ]
     assert not [e for e in events if e["source"] == "guard" and e["kind"] in ("rollback", "stop", "warn")]
+    capsys.readouterr()
     assert main(["report", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
     assert "copy: not compared with the evaluations at steps 0, 2, 4, 6," in shown
     assert "of the same definition" in shown
     train(run_config(tmp_path, "new", 2, **SMALL))
-    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
+    (tmp_path / "tasks.yaml").write_text(COPY)
     train(run_config(tmp_path, "old", 2, **SMALL))
     assert main(["compare", *(str(tmp_path / name) for name in ("old", "new"))]) == 2
-    assert "another definition of 'reward'" in capsys.readouterr().err
+    assert "has not one definition of 'reward' in" in capsys.readouterr().err
 
 
-def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward():
-    def found(primary="reward", weight=1.0, more=(), **config):
+def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward(tmp_path):
+    def found(
+        primary="reward", weight=1.0, more=(), order=1, constraints=(), task=MappingProxyType({}), **config
+    ):
         rewards = [
-            {"plugin": "rm_hf", "weight": weight, "config": {"model": "a/rm", **config}},
+            {"plugin": "rm_hf", "weight": weight, "config": {"model": "/a b/rm", **config}},
             {"plugin": "length", "weight": 0.1},
             *more,
         ]
-        spec = {"rewards": rewards, "primary_metric": primary}
-        return definition(parse_tasks({"tasks": {"t": spec}})["t"])
+        spec = {"rewards": rewards[::order], "primary_metric": primary, "constraints": list(constraints)}
+        return definition(parse_tasks({"tasks": {"t": {**spec, **task}}})["t"])
 
-    assert found() == found(model="elsewhere/rm")
-    assert found() != found(model="a/other")
+    assert found() == found(model="/else, where/rm")
+    assert found() != found(model="/a b/other")
+    assert found(model="a/judge") != found(model="b/judge"), "ids of a hub"
+    assert found(model="http://a/v1") != found(model="http://b/v1")
     assert found() != found(weight=0.5)
+    assert found() == found(order=-1)
+    measured = {"plugin": "over_refusal", "mode": "penalty", "weight": 0.0}
+    assert found() == found(constraints=[measured]) != found(constraints=[{**measured, "weight": 0.1}])
+    assert found() == found(constraints=[{**measured, "mode": "reject"}]), "it changes no reward"
     assert found() == found(more=[{"plugin": "format", "weight": 0, "config": {"pattern": "a"}}]), (
         "a metric only"
     )
     assert found("rm_hf") == found("rm_hf", weight=0.5)
     assert found("rm_hf") != found("rm_hf", batch_size=3)
+    taught = {"type": "distill", "teacher": "/runs/a/checkpoints/step_1/actor"}
+    assert found(task=taught) == found(task={**taught, "teacher": "/runs/b/checkpoints/step_1/actor"})
+
+    rows = tmp_path / "rows.jsonl"
+    rows.touch()
+
+    def unscored(**keys):
+        return definition(parse_tasks({"tasks": {"t": {"dataset": str(rows), **keys}}})["t"])
+
+    teachers = [f"/runs/{name}/checkpoints/step_1/actor" for name in "ab"]
+    assert unscored(type="distill", teacher=teachers[0]) != unscored(type="distill", teacher=teachers[1])
+    reject = {"plugin": "over_refusal", "mode": "reject"}
+    other = {**reject, "plugin": "tool_use"}
+    assert unscored(constraints=[reject]) != unscored(constraints=[other]), "the reward is 1 - cost"

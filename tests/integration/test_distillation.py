@@ -169,6 +169,9 @@ tasks:
     assert weights_hash(resumed) == whole
     assert not [event for event in resumed.events if event.kind == "changed"]
     assert weights_hash(run("new", 4)) != whole
+    tasks = (tmp_path / "tasks.yaml").read_text()
+    (tmp_path / "tasks.yaml").write_text(tasks.replace("taught: {", "learned: {renamed_from: taught, "))
+    assert run("cut", 5).tasks["learned"].spec.teacher == resumed.tasks["taught"].spec.teacher
 
 
 def test_the_held_out_kl_is_within_what_may_be_sampled(tmp_path):

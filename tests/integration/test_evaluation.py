@@ -112,6 +112,13 @@ tasks:
     assert "turnover" not in first
     assert "turnover" in second
     assert "kl" not in {*first, *second}
+    surer.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}+"
+    surer.save(here / "instructed")
+    assert main(["eval", "actor", "texts.yaml", "--other", "instructed", *keys]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "turnover" not in found["models"]["instructed"]["kept"]["metrics"], (
+        "other prompts have none before"
+    )
 
 
 def test_a_run_or_its_checkpoint_is_sampled_as_the_run_is(here, capsys):

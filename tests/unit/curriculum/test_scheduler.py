@@ -197,7 +197,7 @@ def test_unknown_policy_and_unknown_key_are_errors() -> None:
         DynamicTaskWeightScheduler(smoothing=2.0)
 
 
-@pytest.mark.parametrize("wrong", ["math.nan", "-1.0", "math.inf", "None"])
+@pytest.mark.parametrize("wrong", ["math.nan", "-1.0", "math.inf", "None", "'absent'"])
 def test_a_preference_that_is_no_share_is_an_error_that_names_the_task(tmp_path: Path, wrong: str) -> None:
     text = f"""
 import math
@@ -208,7 +208,7 @@ from multitask_rl.curriculum.base import SchedulerPolicy
 class Own(SchedulerPolicy):
     def _preferences(self):
         given = {{"a": 1.0, "b": {wrong}, "c": 1.0}}
-        return {{task: value for task, value in given.items() if value is not None}}
+        return {{task: value for task, value in given.items() if value != "absent"}}
 """
     (tmp_path / "own.py").write_text(text)
     scheduler = _bound(policy=f"{tmp_path / 'own.py'}:Own")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -485,6 +486,48 @@ def test_a_drop_of_the_kl_to_the_initial_actor_is_in_nats() -> None:
     (found,) = [d for d in far if d.action is GuardAction.rollback][:1]
     assert found.statistics["value"] == pytest.approx(-0.3, abs=0.01)
     assert found.statistics["relevant_drop"] == pytest.approx(0.2)
+
+
+def test_the_kl_of_an_anchor_that_comes_late_is_in_nats_too() -> None:
+    guard = _guard("a", monitor_metrics=["a/kl"], threshold_delta=-0.2)
+    for i, kl in enumerate([0.05] * 6 + [0.09] * 20):  # nearly doubled, by 0.04 nats
+        own = summarise([kl * (0.9 + 0.05 * (j % 5)) for j in range(256)], direction=Direction.lower, low=0.0)
+        found = {"a": make_evaluation([0.5], task="a", step=10 * i, metrics={"kl": own})}
+        assert guard.observe(10 * i, found).action is GuardAction.keep
+
+
+def _defined(
+    definition: str, step: int, level: float, metrics: Mapping[str, float] | None = None
+) -> dict[str, TaskEvaluation]:
+    found = _constant({"a": level}, step, metrics)
+    return {"a": replace(found["a"], definition=definition)}
+
+
+def test_another_definition_of_the_reward_leaves_metrics_alone_that_no_reward_enters() -> None:
+    guard = _guard("a", monitor_metrics=["a", "a/failure_rate"])
+    for i in range(10):
+        guard.observe(10 * i, _defined("first", 10 * i, 0.9, {"failure_rate": 0.1}))
+    told = guard.observe(100, _defined("second", 100, 0.3, {"failure_rate": 0.1})).events
+    assert [(event.kind, event.reason.partition(":")[0]) for event in told] == [("redefined", "a")]
+    worse = [
+        guard.observe(10 * i, _defined("second", 10 * i, 0.3, {"failure_rate": 0.7})) for i in range(11, 16)
+    ]
+    assert [d.reason.partition(" ")[0] for d in worse if d.action is GuardAction.rollback][:1] == [
+        "a/failure_rate"
+    ]
+
+
+def test_a_rollback_over_a_redefinition_keeps_the_present_one() -> None:
+    guard = _guard("a")
+    for i in range(10):
+        guard.observe(10 * i, _defined("first", 10 * i, 0.9))
+    assert [e.kind for e in guard.observe(100, _defined("second", 100, 0.3)).events] == ["redefined"]
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    after = [guard.observe(10 * i, _defined("second", 10 * i, 0.3)) for i in range(10, 40)]
+    assert {d.action for d in after} == {GuardAction.keep}
+    assert not [event for d in after for event in d.events], (
+        "the weights of step 90 are judged by the new one"
+    )
 
 
 def test_the_ladder_is_climbed_one_rung_per_alarm_and_a_deep_fall_goes_to_its_end() -> None:

@@ -65,6 +65,16 @@ def test_curves_have_costs_and_training_rewards_the_range_of_their_runs(tmp_path
     assert "low" not in chart["lines"][1]
 
 
+def test_a_curve_has_values_of_one_definition(tmp_path: Path) -> None:
+    for run in (runs := arm(tmp_path / "a", 0.1, 1) + arm(tmp_path / "b", 0.2, 1)):
+        file = Path(run) / "evaluations.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        rows = [{**row, "definition": "new" if row["step"] else "old"} for row in rows]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, data = page_of(*runs, page=tmp_path / "page.html")
+    assert [one["steps"] for one in data["curves"][0]["arms"]] == [[2, 4], [2, 4]]
+
+
 def test_the_same_prompt_has_the_newest_answers_of_each_arm(tmp_path: Path) -> None:
     own = [sample(step, prompt_id="sums/1", response=f"a{step}", reward=0.0) for step in range(1, 6)]
     other = [sample(3, prompt_id="sums/1", response=EVIL, reward=1.0, finish_reason="length")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,15 @@ def test_turnover_counts_prompts_that_change_sides() -> None:
         one.direction = Direction.lower
     graded = [_evaluation(0, "graded", [0.7, 0.2]), _evaluation(8, "graded", [0.4, 0.9])]
     histories |= {"graded": graded, "unknown": graded}
+    new = [replace(_evaluation(at, "new", values), prompts="now") for at, values in ((4, first), (8, last))]
+    histories["new"] = [_evaluation(0, "new", last), *new]  # a resume brought other prompts
     config = {"tasks": {"graded": {"solved_at": 0.5}, "unknown": {"solved_at": None}}}
     found = turnover(RunRecord(name="r", config=config, evaluations=histories))
     quarter = {"n": 4, "kept": 0.25, "lost": 0.25, "gained": 0.25}
     assert found == {
         "binary": quarter,
         "lower": quarter,
+        "new": quarter,
         "graded": {"n": 2, "kept": 0.0, "lost": 0.5, "gained": 0.5},
     }
 

@@ -11,7 +11,7 @@ from multitask_rl.config.task import ConstraintSpec, RewardSpec
 from multitask_rl.contracts import Constraint, Reward
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
-from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
+from multitask_rl.scoring.adapt import find_plugin, resolve_constraint, resolve_reward
 from multitask_rl.scoring.grader import Grader
 from multitask_rl.scoring.process import decode, encode
 from multitask_rl.testing.builders import make_rollout
@@ -207,6 +207,19 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
     with pytest.raises(PluginError) as caught:
         resolve_reward(RewardSpec(plugin=f"{file}:{reference}"), "here")
     assert str(caught.value) == message.format(file=file)
+
+
+def test_columns_that_a_configuration_names_are_names(tmp_path: Path) -> None:
+    text = """
+class C:
+    @staticmethod
+    def columns_of(config):
+        return "answer"
+
+    def score(self, rollouts): ...
+"""
+    with pytest.raises(PluginError, match=r"C': its 'columns_of' gives 'answer', expected names of columns"):
+        find_plugin("reward", f"{write(tmp_path, text)}:C", "here").check({})
 
 
 @pytest.mark.parametrize(
