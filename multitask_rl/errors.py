@@ -128,7 +128,7 @@ def disk_errors(what: str) -> Iterator[None]:
             raise
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointError(
-            f"cannot read or write {what}: {reason}. Earlier checkpoints are intact. Free space and start "
+            f"cannot write {what}: {reason}. Earlier checkpoints are intact. Free space and start "
             "again: the run goes on from its newest checkpoint, if there is one. Another output_dir begins a "
             "new run."
         ) from error

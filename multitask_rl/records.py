@@ -502,11 +502,15 @@ class TaskEvaluation:
     """Responses per prompt; a value of a prompt is their mean."""
     num_failed: int = 0
     """Responses whose scoring failed; to others without a value the primary metric does not apply."""
-    definition: str = ""
-    """Hash of what gives the primary metric its values (``statistics.definitions.definition``); empty = not
-    known. Values of two definitions are not compared."""
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what metrics are computed from (``statistics/definitions.py``); empty = not known."""
     metrics: Mapping[str, Statistic] = field(default_factory=dict)
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
+
+    @property
+    def definition(self) -> str:
+        """Hash of what the primary metric is computed from; empty = not known."""
+        return self.definitions.get("", "")
 
     @property
     def values(self) -> Sequence[float]:

@@ -125,7 +125,7 @@ def prepare_mixture(options: Options) -> None:
 def _arm(name: str, **scheduler: Any) -> Arm:
     run = {
         "batch": {"prompts_per_step": 12},
-        "eval": {"every": EVERY},
+        "eval": {"every": EVERY, "num_prompts": 64},
         "checkpoint": {"every": EVERY},
         "tracking": {"store_rollouts": 0},
     }

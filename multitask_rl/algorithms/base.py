@@ -224,3 +224,6 @@ class Algorithm:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
+
+    def forget_rewards(self) -> None:
+        """Drop what is on the scale of earlier rewards: a resume has changed the task's rewards."""

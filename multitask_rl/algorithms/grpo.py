@@ -129,3 +129,7 @@ class GRPO(Algorithm):
         self._scales = {"reward": RunningScale()}  # costs that came later have none
         for key, saved in state.items():
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)
+
+    def forget_rewards(self) -> None:
+        """Measure the scale of the rewards anew."""
+        self._scales["reward"] = RunningScale()

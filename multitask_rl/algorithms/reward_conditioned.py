@@ -218,6 +218,10 @@ class RewardConditioned(Algorithm):
             rollout = Rollout(**{**saved["rollout"], **known})
             self._buffer.append(_as_sample(rollout, saved["reward"], saved["cost"]))
 
+    def forget_rewards(self) -> None:
+        """Empty the buffer: its samples were sorted by other rewards."""
+        self._buffer.clear()
+
 
 def _as_sample(rollout: Rollout, reward: float, cost: float) -> TrainSample:
     """Return the sample as the buffer keeps it: without control token, texts, row and log-probabilities."""

@@ -113,12 +113,13 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
     )
     config = replace(config, tasks={**(config.tasks or {}), **_task_keys(config, options)})
     anchors: dict[tuple[str, int], AnchorState] = {}
+    refused: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
         results: dict[str, dict[str, TaskEvaluation]] = {}
         for number, (name, directory) in enumerate(models.items()):
             model = replace(config.model, name_or_path=directory)
             own = Path(folder) / str(number)
-            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors)
+            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
             append_evaluations(own / "evaluations.jsonl", results[name])
         compared = None
         if len(models) > 1:
@@ -153,9 +154,12 @@ def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict
     return found
 
 
-def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) -> dict[str, TaskEvaluation]:
+def _of_model(
+    config: RunConfig, anchors: dict[tuple[str, int], AnchorState], refused: dict[str, dict[str, float]]
+) -> dict[str, TaskEvaluation]:
     """Evaluate a model; ``anchors`` takes the texts of the first one, on which the second one is measured.
 
+    ``refused`` takes the values of the first one's rejected responses by task: the second one has the same.
     Its keys are task and hash of the vocabulary: a model with another one samples texts of its own.
     ``turnover`` is left out where it would compare a model with itself: of the first model, and of one whose
     chat template makes other prompts.
@@ -170,7 +174,11 @@ def _of_model(config: RunConfig, anchors: dict[tuple[str, int], AnchorState]) ->
         for name, state in known.items():
             if state is not None:
                 tasks[name].anchor = state
+        for name, task in trainer.tasks.items():
+            task.metrics.load_state_dict(refused.get(name, {}))
         found = trainer.evaluate()
+        for name, task in trainer.tasks.items():
+            refused.setdefault(name, task.metrics.state_dict())
         for name, task in tasks.items():
             if known[name] is None:
                 anchors[name, vocabulary] = task.anchor

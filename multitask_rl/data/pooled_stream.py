@@ -261,7 +261,7 @@ class PooledStream(PromptStream):
         if saved is None or not same_rows or (saved["spec"]["by"], saved["spec"]["pools"]) != own:
             self._start()
             logger.warning(
-                "the difficulty pools of task %r start anew: rows or curriculum changed", self._task
+                "the difficulty pools of task %r start anew: rows, rewards or curriculum changed", self._task
             )
             return
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in saved["pools"].items()}

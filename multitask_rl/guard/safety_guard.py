@@ -146,7 +146,12 @@ class SafetyGuard(Guard):
                 metric.detector.cusum = 0.0
             evaluation = evaluations.get(metric.task)
             if evaluation is not None and (event := metric.begin_anew(evaluation)):
+                if self._adjustments.victim == metric.task:  # what its fall was answered with is over
+                    self._adjustments = RollbackAdjustments()
+                    told = f"{event.reason}; task shares follow the scheduler alone again"
+                    event = replace(event, reason=told)
                 events.append(event)
+                self._rungs.pop(metric.key, None)
                 self._good.pop(metric.key, None)
                 self._fresh.pop(metric.key, None)
                 self._hacking.forget()  # another scale would look as if one value rose and the other fell
@@ -204,7 +209,7 @@ class SafetyGuard(Guard):
 
         Those whose definition is not known count too.
         """
-        now = next((m.definition for m in self._watched if m.key == key and m.is_of_rewards), "")
+        now = next((m.definition for m in self._watched if m.key == key), "")
         states = [(at, own[key]) for at, own in self._snapshots if key in own]
         return [(at, own["detector"]) for at, own in states if now in ("", own.get("definition") or now)]
 
@@ -325,9 +330,8 @@ class SafetyGuard(Guard):
                 now = metric.definition
                 metric.load_state_dict(watched[metric.key])
                 if now and metric.definition not in ("", now):  # a resume between has changed it
+                    metric.forget()
                     metric.definition = now
-                    if metric.is_of_rewards:
-                        metric.forget()
 
     def _decide(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None

@@ -18,8 +18,9 @@ _MIN_UNIT_VARIANCE = 0.02
 _MIN_VARIANCE = 1e-12
 _ZERO_KL = 1e-6
 """Nats per token; the KL of equal policies is below."""
-_OF_REWARDS = ("reward", "pass@", "maj@", "turnover")
-"""Beginnings of the names of metrics that are computed from rewards."""
+_OF_PRIMARY = ("pass@", "maj@", "turnover")
+_OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
+"""Beginnings of the names of metrics that have the definition of the primary metric, or of constraints."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,17 +160,12 @@ class WatchedMetric:
     """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
     drop is then in the metric's unit, as long as its values are below 1."""
     definition: str = ""
-    """``TaskEvaluation.definition`` of what the detector has seen; empty = not known."""
+    """Hash and direction of the metric that the detector has seen; empty = not known, or it has no hash."""
 
     @property
     def key(self) -> str:
         """``task`` or ``task/metric``."""
         return f"{self.task}/{self.metric}" if self.metric else self.task
-
-    @property
-    def is_of_rewards(self) -> bool:
-        """Whether another definition of the primary metric changes its values."""
-        return not self.metric or self.metric.startswith(_OF_REWARDS)
 
     def observe(self, evaluation: TaskEvaluation, settings: DetectorSettings) -> bool:
         """Add an evaluation; return False if it has no value of the metric, or no standard error.
@@ -197,18 +193,24 @@ class WatchedMetric:
         return True
 
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
-        """Drop the history if the definition of the task's primary metric has changed; return what to say.
-
-        Metrics that no reward enters (``length``, ``kl``) keep theirs.
-        """
-        now, before = evaluation.definition, self.definition
-        self.definition = now or before
-        if not (before and now) or now == before or not self.is_of_rewards:
+        """Drop the history if the metric's definition has changed; return what to say."""
+        group, statistic = self.metric, evaluation.statistic(self.metric)
+        if group.startswith(_OF_PRIMARY):
+            group = ""
+        elif group.startswith(_OF_CONSTRAINTS):
+            group = "constraint"
+        elif group.startswith("reward/"):
+            group = "/".join(group.split("/")[:2])
+        now, before = evaluation.definitions.get(group, ""), self.definition
+        if not now or statistic is None:
+            return None
+        self.definition = f"{now} {statistic.direction.value}"
+        if before in ("", self.definition):
             return None
         self.forget()
         reason = (
-            f"{self.key}: the definition of the task's primary metric has changed (rewards, weights, "
-            "penalties, environment or teacher). Earlier values are dropped; the guard warms up again"
+            f"{self.key}: its definition has changed (rewards, weights, constraints, direction, environment "
+            "or teacher). Earlier values are dropped; the guard warms up again"
         )
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
 

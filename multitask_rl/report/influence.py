@@ -30,11 +30,16 @@ _FEWEST_DEGREES = 3
 def influence(run: RunRecord) -> dict[str, Any]:
     """Return shares and changes per interval between evaluations, and effects of tasks on tasks.
 
+    Of a task those evaluations count that have metric and definition of its last one.
+
     ``intervals``: each task's share of the groups trained on, and its held-out change with a 95 % interval,
     paired by prompt. ``effects``: see ``_effects``. ``reason``: why there are no effects.
     """
-    by_step = {task: {e.step: e for e in history} for task, history in run.evaluations.items()}
-    steps = sorted({step for own in by_step.values() for step in own})
+    steps = sorted({e.step for history in run.evaluations.values() for e in history})
+    by_step = {
+        task: {e.step: e for e in history if are_alike(e, history[-1])}
+        for task, history in run.evaluations.items()
+    }
     stride = math.ceil((len(steps) - 1) / _MOST_INTERVALS) or 1
     shown = [*steps[:-1:stride], *steps[-1:]]
     intervals = []

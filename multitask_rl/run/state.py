@@ -73,6 +73,12 @@ class RunState:
         def load_scorer(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             scorer.load_state_dict({renamed.get(task, task): own for task, own in state.items()})
 
+        def load_scheduler(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+            former = {new: old for old, new in renamed.items()}
+            # levels of other rewards say nothing: the task starts fresh, as one that the checkpoint lacks
+            fresh = {former.get(name, name): "" for name, task in tasks.items() if task.has_new_rewards}
+            scheduler.load_state_dict(state, {**renamed, **fresh})
+
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
 
@@ -81,7 +87,7 @@ class RunState:
         self._parts: dict[str, _Part | None] = {
             "counters": _Part(self._counters, self._load_counters),
             "tasks": _Part(lambda: {n: task.state_dict() for n, task in tasks.items()}, self._load_tasks),
-            "scheduler": _Part(scheduler.state_dict, scheduler.load_state_dict),
+            "scheduler": _Part(scheduler.state_dict, load_scheduler),
             "scorer": _Part(scorer.state_dict, load_scorer),
             "guard": None if guard is None else _Part(guard.state_dict, guard.load_state_dict),
             "random": _Part(_random_data, _load_random_data),

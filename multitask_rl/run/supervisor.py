@@ -152,7 +152,7 @@ class Supervisor:
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         # weights are compared by the same tasks: not without one whose rewards failed this time
         score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
-        of = sorted(f"{e.task}: {e.metric} {e.definition}" for e in best_of)
+        of = sorted(f"{e.task}: {e.metric} {e.primary.direction.value} {e.definition}" for e in best_of)
         self._known = CheckpointEntry(step=step, score=score, score_of=of)
         self.progress.history.append((step, evaluations))
         append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)

@@ -49,7 +49,12 @@ def load_teachers(
                 continue
             teacher = load_actor(replace(plain, name_or_path=directory), str(actor.device), seed)
         except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            is_gone = Path(spec.teacher).parts[-3:-2] == ("checkpoints",) and not Path(spec.teacher).exists()
+            run = Path(spec.teacher).parents[2] if is_gone else ""
+            hint = (
+                f"; the run no longer keeps this checkpoint: tasks.{name}.teacher={run} takes its newest one"
+            )
+            raise ConfigError(f"{where}: {error}{hint if is_gone else ''}") from error
         own, others = (
             {token: i for token, i in t.get_vocab().items() if token not in control_ids(t)}
             for t in (actor.tokenizer, teacher.tokenizer)

@@ -88,35 +88,42 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     return found
 
 
-def definition(spec: TaskSpec) -> str:
-    """Return a hash of what the task's primary metric is computed from.
+def definitions(spec: TaskSpec) -> dict[str, str]:
+    """Return hashes of what a task's metrics are computed from: values of two hashes are not compared.
 
-    That is its reward (of ``reward``: all with a weight, their weights, and the penalties), the environment
-    and, if nothing is scored, the teacher. Without rewards it is the constraints, as the reward is 1 - cost.
-    Of an absolute path only the last name counts: the same run may lie in another directory. Changed code is
-    not seen.
+    ``""``: the primary metric; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all
+    metrics of constraints. A metric without a hash (``length``, ``loss``) depends on none of these settings.
+
+    The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
+    constraints, as the reward is 1 - cost. All are of the environment too. If nothing is scored, the primary
+    metric's hash is of the teacher. Of an absolute path only the last name counts: the same run may lie in
+    another directory. Changed code is not seen.
     """
+
+    def digest(*parts: Any) -> str:
+        texts = sorted(_plain_text(part) for part in (*parts, [spec.environment, spec.environment_config]))
+        return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
+
+    judges = [[c.name or c.plugin, c.plugin, c.config, c.mode] for c in spec.judged]
+    penalties = [[c.plugin, c.config, -c.weight] for c in spec.judged if c.mode == "penalty" and c.weight]
+    weighed = [[r.plugin, r.config, r.overrun, r.weight] for r in spec.rewards if r.weight]
+    rejected = [["rejected", spec.algorithm_config.get("rejected_reward")]]
+    found = {f"reward/{r.name or r.plugin}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
+    found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
+    found["constraint"] = digest(*judges)
     name = spec.primary_metric.partition("/")[0]
-    is_whole = name == "reward"
-    rewards = [r for r in spec.rewards if (r.weight if is_whole else name == (r.name or r.plugin))]
-    judges = [c for c in spec.judged if is_whole and (c.mode != "penalty" or c.weight)]
-    if spec.rewards:
-        judges = [c for c in judges if c.mode == "penalty"]
-    # run, "checkpoints", step, "actor"
-    teacher = Path(spec.teacher).parts[-4:] if not spec.is_scored else ()
-    parts = [
-        [spec.primary_metric, teacher, spec.environment, spec.environment_config],
-        *([r.plugin, r.config, r.overrun, r.weight if is_whole else None] for r in rewards),
-        *([c.plugin, c.config, c.mode, c.weight if spec.rewards else None] for c in judges),
-    ]
-    texts = (_plain_text(redact(part)) for part in parts)
-    return hashlib.blake2b("\n".join(sorted(texts)).encode(), digest_size=8).hexdigest()
+    parts = list(Path(spec.teacher).parts)
+    if not spec.is_scored:  # of a run: its name, "checkpoints", step, "actor"
+        primary = digest(["teacher", *parts[-4 if parts[-3:-2] == ["checkpoints"] else -1 :]])
+    else:
+        primary = found["reward_mean"] if name == "reward" else found.get(f"reward/{name}", "")
+    found[""] = digest([spec.primary_metric, primary])
+    return found
 
 
 def _plain_text(part: Any) -> str:
-    return json.dumps(
-        _without_directories(part), sort_keys=True, default=lambda value: type(value).__qualname__
-    )
+    plain = _without_directories(redact(part))
+    return json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)
 
 
 def _without_directories(value: Any) -> Any:

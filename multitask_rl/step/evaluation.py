@@ -14,7 +14,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
-from multitask_rl.statistics.definitions import definition, served
+from multitask_rl.statistics.definitions import definitions, served
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
@@ -93,7 +93,7 @@ class Evaluator:
                 step=step,
                 policy_version=version,
                 prompts=digest.hexdigest(),
-                definition=definition(task.spec),
+                definitions=definitions(task.spec),
                 num_samples=task.spec.eval_samples,
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},

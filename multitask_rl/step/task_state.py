@@ -10,7 +10,7 @@ from typing import Any
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
@@ -21,7 +21,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
-from multitask_rl.statistics.definitions import TaskMetrics
+from multitask_rl.statistics.definitions import TaskMetrics, definitions
 from multitask_rl.training.backend import LearnerTask
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ class TaskState:
     max_prompt_tokens: int = 0
     """0 = no limit."""
     anchor: AnchorState = field(default_factory=AnchorState)
+    has_new_rewards: bool = False
+    """The checkpoint that was restored is of other rewards."""
     warnings: list[str] = field(default_factory=list)
     """Of the step; they become events."""
     num_overlong: int = 0
@@ -95,6 +97,7 @@ class TaskState:
         """Return everything that changes, as JSON data."""
         return {
             "type": self.spec.type,
+            "definitions": definitions(self.spec),
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
@@ -109,10 +112,23 @@ class TaskState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
+        own, saved_own = definitions(self.spec), state.get("definitions", {})
+        new = {key for key in ("", "reward_mean") if saved_own.get(key, own[key]) != own[key]}
+        self.has_new_rewards = "reward_mean" in new
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
         else:
             logger.warning("task %r was of type %s: its %s starts fresh", name, kind, self.spec.type)
+        stream = state["stream"]
+        if self.has_new_rewards:
+            logger.warning(
+                "task %r has other rewards than before: its level, rejected values, pools by pass rate and "
+                "stored samples start fresh",
+                name,
+            )
+            self.algorithm.forget_rewards()
+            if stream and self.spec.curriculum.by == PASS_RATE:
+                stream = {**stream, "curriculum": None}
         self.kl.load_state_dict(state["kl"])
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
         if beta != saved:
@@ -120,8 +136,8 @@ class TaskState:
         for constraint, multiplier in self.multipliers.items():
             if constraint in state.get("multipliers", {}):
                 multiplier.load_state_dict(state["multipliers"][constraint])
-        if self.stream and state["stream"]:
-            self.stream.load_state_dict(state["stream"])
+        if self.stream and stream:
+            self.stream.load_state_dict(stream)
         self.num_overlong = state["num_overlong"]
         self.choose_held_out(state.get("held_out_by", self.held_out_by))
         if (now := fingerprint(self.eval_rows)) != state.get("held_out", now):
@@ -130,7 +146,7 @@ class TaskState:
                 "other prompts",
                 name,
             )
-        self.metrics.load_state_dict(state.get("refused_values", {}))
+        self.metrics.load_state_dict({} if new else state.get("refused_values", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 

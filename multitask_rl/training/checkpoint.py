@@ -37,7 +37,7 @@ class CheckpointEntry:
     score: float | None = None
     """Macro mean of the held-out primary metrics; the highest is the best."""
     score_of: list[str] = field(default_factory=list)
-    """The tasks in it, each with metric and definition: scores of others are not compared."""
+    """The tasks in it, each with metric, direction and definition: scores of others are not compared."""
 
 
 @dataclass(kw_only=True, slots=True)

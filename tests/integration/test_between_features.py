@@ -1,6 +1,7 @@
 """Features that are right alone, together: what a reader of the whole found."""
 
 import json
+from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
-from multitask_rl.statistics.definitions import definition
+from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.metrics import has_spread
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
@@ -328,7 +329,7 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
             *more,
         ]
         spec = {"rewards": rewards[::order], "primary_metric": primary, "constraints": list(constraints)}
-        return definition(parse_tasks({"tasks": {"t": {**spec, **task}}})["t"])
+        return definitions(parse_tasks({"tasks": {"t": {**spec, **task}}})["t"])[""]
 
     assert found() == found(model="/else, where/rm")
     assert found() != found(model="/a b/other")
@@ -351,10 +352,57 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
     rows.touch()
 
     def unscored(**keys):
-        return definition(parse_tasks({"tasks": {"t": {"dataset": str(rows), **keys}}})["t"])
+        return definitions(parse_tasks({"tasks": {"t": {"dataset": str(rows), **keys}}})["t"])[""]
 
-    teachers = [f"/runs/{name}/checkpoints/step_1/actor" for name in "ab"]
-    assert unscored(type="distill", teacher=teachers[0]) != unscored(type="distill", teacher=teachers[1])
+    def taught_by(teacher):
+        return unscored(type="distill", teacher=teacher)
+
+    assert taught_by("/runs/a/checkpoints/step_1/actor") != taught_by("/runs/b/checkpoints/step_1/actor")
+    assert taught_by("/here/teacher") == taught_by("/moved/to/there/teacher")
     reject = {"plugin": "over_refusal", "mode": "reject"}
     other = {**reject, "plugin": "tool_use"}
     assert unscored(constraints=[reject]) != unscored(constraints=[other]), "the reward is 1 - cost"
+
+
+REDEFINED = """
+  plain: {dataset: digit.jsonl, rewards: [{plugin: rewards.py:starts_right, weight: WEIGHT}]}
+  pools:
+    dataset: digit.jsonl
+    rewards: [{plugin: rewards.py:starts_right, weight: WEIGHT}]
+    curriculum: {by: pass_rate, pools: 2}
+  quark:
+    type: reward_conditioned
+    dataset: digit.jsonl
+    rewards: [{plugin: rewards.py:is_short, weight: WEIGHT}]
+"""
+
+
+def test_values_on_the_scale_of_other_rewards_are_dropped_at_a_resume(tmp_path):
+    def tasks(weight, steps):
+        write_run(tmp_path, COPY + REDEFINED.replace("WEIGHT", weight), num_rows=60)
+        config = run_config(tmp_path, "out", steps, batch=BatchConfig(prompts_per_step=8, group_size=4))
+        return Trainer.from_config(replace(config, checkpoint=CheckpointConfig(every=2)))
+
+    def state(trainer):
+        own = {name: task.state_dict() for name, task in trainer.tasks.items()}
+        levels = trainer.scheduler.state_dict()["policy_state"]["traces"]
+        return {name: {**own[name], "steps": levels[name]["steps"]} for name in own}
+
+    with tasks("100", 4) as first:
+        first.train()
+        before = state(first)
+    assert all(own["steps"] == 4 for own in before.values())
+    assert before["quark"]["algorithm"]["buffer"]
+    assert before["pools"]["stream"]["curriculum"]["rates"]
+    with tasks("1", 6) as resumed:
+        resumed.train()
+        after = state(resumed)
+    assert after["copy"]["refused_values"] == before["copy"]["refused_values"], "its reward is the same"
+    assert after["copy"]["steps"] == 6
+    for name in ("plain", "pools", "quark"):
+        assert after[name]["steps"] == 2
+    assert max(sample["reward"] for sample in after["quark"]["algorithm"]["buffer"]) <= 1.0
+    assert max(after["pools"]["stream"]["curriculum"]["rates"].values()) <= 1.0
+    for name in ("plain", "pools"):
+        shown = resumed.scheduler.state_dict()["policy_state"]["traces"][name]["shown"]
+        assert max(shown["highest"]) <= 1.0

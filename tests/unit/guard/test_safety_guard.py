@@ -497,10 +497,14 @@ def test_the_kl_of_an_anchor_that_comes_late_is_in_nats_too() -> None:
 
 
 def _defined(
-    definition: str, step: int, level: float, metrics: Mapping[str, float] | None = None
+    definition: str,
+    step: int,
+    level: float,
+    metrics: Mapping[str, float] | None = None,
+    constraints: str = "",
 ) -> dict[str, TaskEvaluation]:
     found = _constant({"a": level}, step, metrics)
-    return {"a": replace(found["a"], definition=definition)}
+    return {"a": replace(found["a"], definitions={"": definition, "constraint": constraints})}
 
 
 def test_another_definition_of_the_reward_leaves_metrics_alone_that_no_reward_enters() -> None:
@@ -515,6 +519,37 @@ def test_another_definition_of_the_reward_leaves_metrics_alone_that_no_reward_en
     assert [d.reason.partition(" ")[0] for d in worse if d.action is GuardAction.rollback][:1] == [
         "a/failure_rate"
     ]
+
+
+def test_a_metric_begins_anew_with_its_own_definition_and_no_other() -> None:
+    guard = _guard("a", monitor_metrics=["a", "a/violation_rate"])
+    for i in range(10):
+        guard.observe(10 * i, _defined("first", 10 * i, 0.9, {"violation_rate": 0.1}, "old rule"))
+    told = guard.observe(100, _defined("first", 100, 0.9, {"violation_rate": 0.7}, "new rule")).events
+    assert [(event.kind, event.reason.partition(":")[0]) for event in told] == [
+        ("redefined", "a/violation_rate")
+    ]
+    fallen = [
+        guard.observe(10 * i, _defined("first", 10 * i, 0.3, {"violation_rate": 0.7}, "new rule"))
+        for i in range(11, 16)
+    ]
+    assert [d.reason.partition(" ")[0] for d in fallen if d.action is GuardAction.rollback][:1] == ["a"]
+
+
+def test_a_fall_that_was_answered_is_over_when_its_task_is_defined_anew() -> None:
+    guard = _guard("ab", cooldown_steps=0, confirm=False)
+    _run(guard, [0.9] * 10 + [0.3])
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    assert guard.weight_factors() != {}
+    found = _constant({"a": 0.3, "b": 0.7}, 100)
+    before = {task: replace(own, definitions={"": "old"}) for task, own in found.items()}
+    guard.observe(100, before)
+    decision = guard.observe(
+        110, {task: replace(own, definitions={"": "new"}, step=110) for task, own in found.items()}
+    )
+    assert [event.kind for event in decision.events] == ["redefined", "redefined"]
+    assert "task shares follow the scheduler alone again" in decision.events[0].reason
+    assert guard.weight_factors() == {}
 
 
 def test_a_rollback_over_a_redefinition_keeps_the_present_one() -> None:
