@@ -44,7 +44,7 @@ types: .venv/.installed-test
 unit: .venv/.installed-test
 	@failed=0; \
 	$(TEST_ENV) $(BIN)/python -m pytest -m "not alone" -n 3 --dist loadfile --no-loadscope-reorder || failed=1; \
-	$(TEST_ENV) $(BIN)/python -m pytest -m alone || failed=1; \
+	$(TEST_ENV) $(BIN)/python -m pytest -m alone -n 2 --dist loadfile || failed=1; \
 	exit $$failed
 
 browser: .venv/.installed-browser

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import mean
+from typing import Any
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import TaskStats
@@ -18,6 +19,10 @@ STARTS = {"arithmetic": 0.35, "sort": 0.1, "code": 0.4, "safe": 0.5}
 TAUS = {"arithmetic": 1100.0, "sort": 5500.0, "code": 1000.0, "safe": 600.0}
 """Informative groups after which the way to 1 is shorter by a factor of e."""
 GROUP, PROMPTS, SEEDS = 8, 16, 5
+SHORT = {"sum": (0.1, 12.0), "product": (0.3, 14.0), "largest": (0.1, 80.0), "kind": (0.12, 80.0)}
+"""Level at the start, and number of groups as in ``TAUS``; two tasks are soon solved."""
+SHORT_STEPS, SHORT_PROMPTS, SHORT_HELD_OUT, SHORT_SEEDS = 40, 12, 64, 40
+PRIORS = (100, 40, 10)
 FORM = 0.1
 """Reward for the form of a response, of a task that is never solved."""
 TRANSFER = {
@@ -119,6 +124,31 @@ def learn_with_transfer(policy: str, planted: str, seed: int, steps: int = 1000)
     return min(levels.values()), mean(levels.values())
 
 
+def learn_briefly(policy: str, seed: int, **config: Any) -> tuple[float, float, float]:
+    """Return the worst task's level and the tasks' mean at the end of a short run, and the largest share."""
+    scheduler = DynamicTaskWeightScheduler(dict.fromkeys(SHORT, 1.0), policy=policy, **config)
+    scheduler.bind(list(SHORT), reward_ranges=dict.fromkeys(SHORT, (0.0, 1.0)))
+    stream, practice, largest = random.Random(seed), dict.fromkeys(SHORT, 0), 0.0
+    levels = {task: start for task, (start, _) in SHORT.items()}
+    for step in range(SHORT_STEPS):
+        if step % 10 == 0:
+            held_out = {
+                t: mean(stream.random() < p for _ in range(SHORT_HELD_OUT)) for t, p in levels.items()
+            }
+            # as the intervals of evaluations: not 0 where all are right
+            errors = {t: math.sqrt(max(p * (1.0 - p), 0.02) / SHORT_HELD_OUT) for t, p in held_out.items()}
+            scheduler.calibrate(held_out, step, errors)
+        quotas = scheduler.quotas(SHORT_PROMPTS, step)
+        stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
+        scheduler.update(stats, step)
+        for task, own in stats.items():
+            practice[task] += own.num_informative
+            start, tau = SHORT[task]
+            levels[task] = 1.0 - (1.0 - start) * math.exp(-practice[task] / tau)
+        largest = max(largest, *scheduler.weights().values())
+    return min(levels.values()), mean(levels.values()), largest
+
+
 def with_metric(stats: TaskStats, name: str, value: float) -> TaskStats:
     """Return ``stats`` with one more metric."""
     return replace(stats, metrics={**stats.metrics, name: value})
@@ -148,6 +178,16 @@ def main() -> None:
         shown = f"{distance:.3f}" if policy != "uniform" else "-"
         cells = " | ".join(f"{figure:.3f}" for figure in figures)
         sys.stdout.write(f"| `{policy}` | {cells} | {shown} |\n")
+    sys.stdout.write("\n| short run | worst task | mean | largest share |\n|---|---|---|---|\n")
+    rows = {"`uniform`": [learn_briefly("uniform", seed) for seed in range(SHORT_SEEDS)]}
+    for prior in PRIORS:
+        runs_of = (
+            learn_briefly("deficit_learnability", seed, prior_prompts=prior) for seed in range(SHORT_SEEDS)
+        )
+        rows[f"default, `prior_prompts: {prior}`"] = list(runs_of)
+    for name, brief in rows.items():
+        cells = " | ".join(f"{mean(run[i] for run in brief):.3f}" for i in range(3))
+        sys.stdout.write(f"| {name} | {cells} |\n")
     sys.stdout.write("\n| policy | worst of the others | their mean | share of the task of form |\n")
     sys.stdout.write("|---|---|---|---|\n")
     for policy in POLICIES:
