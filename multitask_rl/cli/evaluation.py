@@ -157,12 +157,11 @@ def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict
 def _of_model(
     config: RunConfig, anchors: dict[tuple[str, int], AnchorState], refused: dict[str, dict[str, float]]
 ) -> dict[str, TaskEvaluation]:
-    """Evaluate a model; ``anchors`` takes the texts of the first one, on which the second one is measured.
+    """Evaluate a model, the second one on what the first one has left in ``anchors`` and ``refused``.
 
-    ``refused`` takes the values of the first one's rejected responses by task: the second one has the same.
-    Its keys are task and hash of the vocabulary: a model with another one samples texts of its own.
-    ``turnover`` is left out where it would compare a model with itself: of the first model, and of one whose
-    chat template makes other prompts.
+    ``anchors``: by task and hash of the vocabulary the texts of an anchor; a model with another vocabulary
+    samples its own. ``refused``: by task the values of rejected responses. ``turnover`` is left out where it
+    would compare a model with itself: of the first model, and of one whose chat template makes other prompts.
     """
     from multitask_rl.trainer import Trainer  # heavy: torch, transformers
 
