@@ -185,10 +185,12 @@ class PooledStream(PromptStream):
         self._reported = shares
         name = max(shares, key=lambda o: shares[o] - before[o])
         estimate = self._estimates[name]
+        rate = estimate.pass_rate(self._scale)
+        known = "no pass rate yet" if math.isnan(rate) else f"pass rate {rate:.2f}"
         label = "never asked" if name == UNSEEN else self._labels[int(name)]
         reason = (
             f"share of pool {name} ({label}) {before[name]:.2f} -> {shares[name]:.2f}: "
-            f"{len(self._pools[name])} prompts, pass rate {estimate.pass_rate(self._scale):.2f}, "
+            f"{len(self._pools[name])} prompts, {known}, "
             f"learnability {estimate.learnability(self._scale):.3f}"
         )
         data = {
