@@ -1,4 +1,4 @@
-"""Which tests have the machine to themselves: ``make unit`` runs three others at a time, then these."""
+"""Which tests need a processor to themselves: ``make unit`` runs others three at a time, then these two."""
 
 import gc
 import os
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_alone(file: Path) -> bool:
-    """Return whether the tests of ``file`` have the machine to themselves."""
+    """Return whether the tests of ``file`` need a processor to themselves."""
     return file.relative_to(Path(__file__).parent).as_posix().startswith(ALONE)
 
 

@@ -2,8 +2,8 @@
 
 Four tasks whose answers are short, so that a step takes a fifth of the time of one of ``smollm2``: sums and
 products, which the model solves as soon as it answers with a number alone; the largest of three or four
-numbers and the kind of a thing, which it learns slowly. No test prompt is a training prompt, and no word of
-one is a word of the other.
+numbers and the kind of a thing, which it learns slowly. No test prompt is a training prompt, and none asks
+for a thing that training prompts ask for.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ CLAIM = Claim(
         "On SmolLM2-135M-Instruct, four tasks of which two are soon solved, paired over seeds: the default "
         "scheduler's worst task is better than with equal shares and its mean not worse."
     ),
-    steps=40,
+    steps=20,
     arms=(
         _arm("base"),
         _arm("default"),

@@ -192,3 +192,9 @@ class PPO(Algorithm):
         """Restore ``state_dict``."""
         self._reward_moments.load_state_dict(state["reward_moments"])
         self._value_moments.load_state_dict(state["value_moments"])
+
+    def forget_rewards(self) -> None:
+        """Measure mean and deviation anew; the critic keeps its weights."""
+        self._reward_moments = RunningMoments()
+        if self.config.popart:
+            self._value_moments = RunningMoments(self.config.popart_rate)

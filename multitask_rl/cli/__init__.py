@@ -129,7 +129,9 @@ def _place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     files = (str(multitask_rl.__file__), os.__file__)
     places = ("<", *(os.path.join(os.path.dirname(file), "") for file in files))
-    own = [f for f in frames if not f.filename.startswith(places) and "-packages" not in f.filename]
+    libraries = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+    own = [f for f in frames if not f.filename.startswith(places)]
+    own = [f for f in own if not any(library in f.filename for library in libraries)]
     frame = (own or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 

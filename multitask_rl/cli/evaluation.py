@@ -149,7 +149,7 @@ def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict
         if spec.kind == "anchor":  # a model is its own beginning here: its KL would be 0
             own["algorithm_config"] = {**own.get("algorithm_config", {}), "kl": False}
         elif options.split:
-            own |= {"eval_split": options.split, "evaluation_only": True}  # no rows to train on are read
+            own["eval_split"] = options.split
         found[name] = own
     return found
 

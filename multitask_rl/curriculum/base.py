@@ -178,6 +178,8 @@ class SchedulerPolicy:
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict``. Tasks missing in it start fresh; state of removed tasks is dropped."""
+        self.traces = {task: TaskTrace(known_range=self.ranges.get(task)) for task in self.tasks}
+        self._start()
         for task, saved in rename_tasks(state["traces"], renamed, self.tasks).items():
             self.traces[task] = TaskTrace.from_state(saved, self.ranges.get(task))
         for name in self.per_task:

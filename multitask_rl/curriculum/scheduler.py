@@ -425,7 +425,8 @@ class UnlearnableGate:
         return {"dead_steps": dict(self._dead_steps), "held": sorted(self.held)}
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
-        """Restore ``state_dict``; unknown tasks are dropped."""
+        """Restore ``state_dict``; unknown tasks are dropped, missing ones start fresh."""
+        self._dead_steps = dict.fromkeys(self._dead_steps, 0)
         self._dead_steps |= rename_tasks(state["dead_steps"], renamed, self._dead_steps)
         self.held = set(rename_tasks(dict.fromkeys(state["held"]), renamed, self._dead_steps))
 

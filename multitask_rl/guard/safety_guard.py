@@ -146,7 +146,8 @@ class SafetyGuard(Guard):
                 metric.detector.cusum = 0.0
             evaluation = evaluations.get(metric.task)
             if evaluation is not None and (event := metric.begin_anew(evaluation)):
-                if self._adjustments.victim == metric.task:  # what its fall was answered with is over
+                is_fallen = self._adjustments.victim == metric.task and self._fallen in ("", metric.key)
+                if is_fallen:  # what its fall was answered with is over
                     self._adjustments = RollbackAdjustments()
                     told = f"{event.reason}; task shares follow the scheduler alone again"
                     event = replace(event, reason=told)
@@ -209,9 +210,14 @@ class SafetyGuard(Guard):
 
         Those whose definition is not known count too.
         """
-        now = next((m.definition for m in self._watched if m.key == key), "")
+        watched = next((metric for metric in self._watched if metric.key == key), None)
         states = [(at, own[key]) for at, own in self._snapshots if key in own]
-        return [(at, own["detector"]) for at, own in states if now in ("", own.get("definition") or now)]
+        known = [
+            (at, own)
+            for at, own in states
+            if not (watched and watched.has_changed(own.get("definition", "")))
+        ]
+        return [(at, own["detector"]) for at, own in known]
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
@@ -222,8 +228,12 @@ class SafetyGuard(Guard):
         self._since_good = 0
         if target.step < self._good_at:  # values of weights that are undone are nothing to compare with
             self._good, self._good_at = {}, target.step
+        present = {metric.key: metric.definition for metric in self._watched}
         self._restore(self._snapshots[-1][1] if self._snapshots else {})
         for metric in self._watched:
+            if metric.has_changed(present[metric.key]):  # at a resume since
+                metric.forget()
+                metric.definition = present[metric.key]
             metric.detector.cusum = 0.0
         self._history.rewind(target.step)
         self._hacking.forget()
@@ -327,11 +337,7 @@ class SafetyGuard(Guard):
     def _restore(self, watched: Mapping[str, Mapping[str, Any]]) -> None:
         for metric in self._watched:
             if metric.key in watched:
-                now = metric.definition
                 metric.load_state_dict(watched[metric.key])
-                if now and metric.definition not in ("", now):  # a resume between has changed it
-                    metric.forget()
-                    metric.definition = now
 
     def _decide(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None

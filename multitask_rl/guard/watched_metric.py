@@ -18,9 +18,9 @@ _MIN_UNIT_VARIANCE = 0.02
 _MIN_VARIANCE = 1e-12
 _ZERO_KL = 1e-6
 """Nats per token; the KL of equal policies is below."""
-_OF_PRIMARY = ("pass@", "maj@", "turnover")
+_OF_SOLVED = ("pass@", "maj@", "turnover")
 _OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
-"""Beginnings of the names of metrics that have the definition of the primary metric, or of constraints."""
+"""Beginnings of the names of metrics whose definition is ``solved`` or ``constraint``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +160,7 @@ class WatchedMetric:
     """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
     drop is then in the metric's unit, as long as its values are below 1."""
     definition: str = ""
-    """Hash and direction of the metric that the detector has seen; empty = not known, or it has no hash."""
+    """Hash (empty = has none, or not known) and direction of the metric that the detector has seen."""
 
     @property
     def key(self) -> str:
@@ -195,17 +195,18 @@ class WatchedMetric:
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
         """Drop the history if the metric's definition has changed; return what to say."""
         group, statistic = self.metric, evaluation.statistic(self.metric)
-        if group.startswith(_OF_PRIMARY):
-            group = ""
+        if group.startswith(_OF_SOLVED):
+            group = "solved"
         elif group.startswith(_OF_CONSTRAINTS):
             group = "constraint"
         elif group.startswith("reward/"):
             group = "/".join(group.split("/")[:2])
-        now, before = evaluation.definitions.get(group, ""), self.definition
-        if not now or statistic is None:
+        if statistic is None:
             return None
-        self.definition = f"{now} {statistic.direction.value}"
-        if before in ("", self.definition):
+        before, hashed = self.definition, evaluation.definitions.get(group, "")
+        direction = self.direction if self.direction.sign else statistic.direction
+        self.definition = f"{hashed or before.partition(' ')[0]} {direction.value}"
+        if not self.has_changed(before):
             return None
         self.forget()
         reason = (
@@ -213,6 +214,11 @@ class WatchedMetric:
             "or teacher). Earlier values are dropped; the guard warms up again"
         )
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
+
+    def has_changed(self, definition: str) -> bool:
+        """Whether hash or direction of ``definition`` are known and not the present ones."""
+        pairs = zip(definition.split(" "), self.definition.split(" "), strict=False)
+        return any(own and now and own != now for own, now in pairs)
 
     def forget(self) -> None:
         """Drop all values seen."""

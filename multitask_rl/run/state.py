@@ -18,7 +18,7 @@ from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, fit_rows, vocabulary_rows
-from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.records import Event, TaskEvaluation, rename_tasks
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.checkpoint import Checkpoint
 from multitask_rl.training.critic import Critic, rename_head
@@ -75,9 +75,12 @@ class RunState:
 
         def load_scheduler(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             former = {new: old for old, new in renamed.items()}
+            redefined = {former.get(name, name): name for name, task in tasks.items() if task.has_new_rewards}
             # levels of other rewards say nothing: the task starts fresh, as one that the checkpoint lacks
-            fresh = {former.get(name, name): "" for name, task in tasks.items() if task.has_new_rewards}
+            fresh = {old: "" for old, name in redefined.items() if renamed.get(old, name) == name}
             scheduler.load_state_dict(state, {**renamed, **fresh})
+            if fresh:  # the guard's factors stay
+                scheduler.set_factors(rename_tasks(state["factors"], renamed, tasks))
 
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +61,13 @@ class PluginSource:
             if columns_of is None:
                 return ()
             columns = columns_of(built_config)
-            if isinstance(columns, str) or not all(isinstance(column, str) for column in columns):
+            found = (
+                tuple(columns) if isinstance(columns, Iterable) and not isinstance(columns, str) else (None,)
+            )
+            if not all(isinstance(column, str) for column in found):
                 what = f"{self.where}: {self.kind} {self.reference!r}"
                 raise PluginError(f"{what}: its 'columns_of' gives {columns!r}, expected names of columns")
-            return tuple(columns)
+            return found
         built = self.build(config)
         return built.columns if isinstance(built, FunctionPlugin | ForeignReward) else ()
 

@@ -91,20 +91,26 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
 def definitions(spec: TaskSpec) -> dict[str, str]:
     """Return hashes of what a task's metrics are computed from: values of two hashes are not compared.
 
-    ``""``: the primary metric; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all
-    metrics of constraints. A metric without a hash (``length``, ``loss``) depends on none of these settings.
+    ``""``: the primary metric; ``solved``: pass@k, maj@k and turnover; ``reward_mean``; ``reward/<name>`` and
+    its components; ``constraint``: all metrics of constraints. Others (``length``, ``loss``) have no hash.
 
     The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
-    constraints, as the reward is 1 - cost. All are of the environment too. If nothing is scored, the primary
-    metric's hash is of the teacher. Of an absolute path only the last name counts: the same run may lie in
-    another directory. Changed code is not seen.
+    constraints, as the reward is 1 - cost. All are of the environment and its limits too. If nothing is
+    scored, the primary metric's hash is of the teacher. Of a text that begins as a path only the last name
+    counts: the same run may lie in another directory. Not seen are changed code, and constraints that reject
+    responses and so change what a reward is given to.
     """
 
     def digest(*parts: Any) -> str:
-        texts = sorted(_plain_text(part) for part in (*parts, [spec.environment, spec.environment_config]))
+        limits = [spec.max_turns, spec.max_tool_calls, spec.max_response_tokens] if spec.environment else []
+        world = [spec.environment, spec.environment_config, limits]
+        texts = sorted(_plain_text(part) for part in (*parts, world))
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
-    judges = [[c.name or c.plugin, c.plugin, c.config, c.mode] for c in spec.judged]
+    judges = [
+        [c.name or c.plugin, c.plugin, c.config, c.mode, c.max_attempts, c.stream_every, c.weight > 0]
+        for c in spec.judged
+    ]
     penalties = [[c.plugin, c.config, -c.weight] for c in spec.judged if c.mode == "penalty" and c.weight]
     weighed = [[r.plugin, r.config, r.overrun, r.weight] for r in spec.rewards if r.weight]
     rejected = [["rejected", spec.algorithm_config.get("rejected_reward")]]
@@ -114,10 +120,11 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     name = spec.primary_metric.partition("/")[0]
     parts = list(Path(spec.teacher).parts)
     if not spec.is_scored:  # of a run: its name, "checkpoints", step, "actor"
-        primary = digest(["teacher", *parts[-4 if parts[-3:-2] == ["checkpoints"] else -1 :]])
+        primary = digest(["teacher", *parts[-4:]] if parts[-3:-2] == ["checkpoints"] else [spec.teacher])
     else:
         primary = found["reward_mean"] if name == "reward" else found.get(f"reward/{name}", "")
     found[""] = digest([spec.primary_metric, primary])
+    found["solved"] = digest([found[""], spec.solved_at, spec.higher_is_better])
     return found
 
 
@@ -130,6 +137,8 @@ def _without_directories(value: Any) -> Any:
     if isinstance(value, str):
         is_path = value.startswith(("/", "./", "../", "~/"))
         return value.rstrip("/").rpartition("/")[2] if is_path else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)  # 1 and 1.0 are the same setting
     if isinstance(value, Mapping):
         return {str(key): _without_directories(own) for key, own in value.items()}
     if isinstance(value, list | tuple):

@@ -10,7 +10,7 @@ from typing import Any
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.task import PASS_RATE, TaskSpec
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
@@ -36,7 +36,7 @@ class AnchorState:
     prompts: str = ""
     """Hash of the evaluated prompts."""
     definition: str = ""
-    """``TaskEvaluation.definition`` of what solves them; empty = not known."""
+    """Hash of what solves them (``statistics/definitions.py``); empty = not known."""
     solved: list[float] = field(default_factory=list)
     """Share of each prompt's responses that solved it."""
 
@@ -113,7 +113,7 @@ class TaskState:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
         own, saved_own = definitions(self.spec), state.get("definitions", {})
-        new = {key for key in ("", "reward_mean") if saved_own.get(key, own[key]) != own[key]}
+        new = {key for key, found in own.items() if saved_own.get(key, found) != found} - {"constraint"}
         self.has_new_rewards = "reward_mean" in new
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -122,12 +122,12 @@ class TaskState:
         stream = state["stream"]
         if self.has_new_rewards:
             logger.warning(
-                "task %r has other rewards than before: its level, rejected values, pools by pass rate and "
-                "stored samples start fresh",
+                "task %r: its reward is defined otherwise than before: level, scale, rejected values, "
+                "difficulty pools and stored samples start fresh",
                 name,
             )
             self.algorithm.forget_rewards()
-            if stream and self.spec.curriculum.by == PASS_RATE:
+            if stream and self.spec.curriculum.by:
                 stream = {**stream, "curriculum": None}
         self.kl.load_state_dict(state["kl"])
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]

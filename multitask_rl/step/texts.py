@@ -127,8 +127,8 @@ class TextMeter:
         if solved is None:
             return {}
         own = task.anchor
-        is_other = own.definition not in ("", evaluation.definition)
-        own.definition = evaluation.definition
+        is_other = own.definition not in ("", now := evaluation.definitions.get("solved", ""))
+        own.definition = now
         if own.prompts != evaluation.prompts or is_other:
             own.prompts, own.solved = evaluation.prompts, list(solved.values)
         lost = [a * (1.0 - b) for a, b in zip(own.solved, solved.values, strict=True)]

@@ -359,9 +359,17 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
 
     assert taught_by("/runs/a/checkpoints/step_1/actor") != taught_by("/runs/b/checkpoints/step_1/actor")
     assert taught_by("/here/teacher") == taught_by("/moved/to/there/teacher")
+    assert found(threshold=1) == found(threshold=1.0)
+
+    def solved(**keys):
+        spec = {"rewards": ["length"], "dataset": str(rows), **keys}
+        return definitions(parse_tasks({"tasks": {"t": spec}})["t"])["solved"]
+
+    assert len({solved(), solved(solved_at=0.5), solved(higher_is_better=False)}) == 3
     reject = {"plugin": "over_refusal", "mode": "reject"}
     other = {**reject, "plugin": "tool_use"}
     assert unscored(constraints=[reject]) != unscored(constraints=[other]), "the reward is 1 - cost"
+    assert unscored(constraints=[reject]) != unscored(constraints=[{**reject, "max_attempts": 1}])
 
 
 REDEFINED = """

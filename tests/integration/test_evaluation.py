@@ -197,13 +197,3 @@ def test_an_evaluation_speaks_of_no_gradient_and_wants_prompts(here, caplog):
         Trainer.from_config(replace(config, eval=replace(config.eval, num_prompts=0))).evaluate()
     Trainer.from_config(config).train()
     assert "weigh less in the shared gradient" in caplog.text
-
-
-def test_a_split_that_is_asked_for_needs_no_advice(here, capfd):
-    rows = [json.loads(line) for line in (here / "copy.jsonl").read_text().splitlines()]
-    rows = [{**row, "split": "test" if i < 8 else "train"} for i, row in enumerate(rows)]
-    (here / "split.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (here / "split.yaml").write_text("tasks: {copy: {dataset: split.jsonl, rewards: [rewards.py:graded]}}")
-    keys = ["rollout.max_new_tokens=4", "scoring.num_workers=1", "--json"]
-    assert main(["eval", "actor", "split.yaml", "--split", "test", *keys]) == 0
-    assert "only reported" not in capfd.readouterr().err

@@ -552,6 +552,43 @@ def test_a_fall_that_was_answered_is_over_when_its_task_is_defined_anew() -> Non
     assert guard.weight_factors() == {}
 
 
+def test_an_interrupted_evaluation_leaves_the_change_to_be_told_again() -> None:
+    guard = _guard("a")
+    for i in range(10):
+        guard.observe(10 * i, _defined("first", 10 * i, 0.9))
+    before = guard.state_dict()
+    guard.observe(100, _defined("second", 100, 0.3))
+    guard.load_state_dict(before)  # as the supervisor does when an observation was interrupted
+    assert [e.kind for e in guard.observe(100, _defined("second", 100, 0.3)).events] == ["redefined"]
+
+
+def test_the_answer_to_a_fall_stays_if_another_metric_of_the_task_is_defined_anew() -> None:
+    guard = _guard("a", monitor_metrics=["a", "a/violation_rate"], confirm=False)
+    for i in range(11):
+        level = 0.9 if i < 10 else 0.3
+        guard.observe(10 * i, _defined("first", 10 * i, level, {"violation_rate": 0.1}, "old rule"))
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    answer = guard.weight_factors()
+    assert answer
+    guard.observe(100, _defined("first", 100, 0.3, {"violation_rate": 0.1}, "new rule"))
+    assert guard.weight_factors() == answer
+
+
+def test_another_direction_in_the_settings_begins_anew() -> None:
+    def lengths(step: int) -> dict[str, TaskEvaluation]:
+        own = summarise([90.0 + i % 5 for i in range(256)], keep=range(256))
+        return {"a": make_evaluation([0.5] * 256, task="a", step=step, metrics={"length": own})}
+
+    guard = _guard("a", monitor_metrics=["a/length"], directions={"length": "higher"})
+    for i in range(10):
+        guard.observe(10 * i, lengths(10 * i))
+    other = _guard("a", monitor_metrics=["a/length"], directions={"length": "lower"})
+    other.load_state_dict(guard.state_dict())
+    decisions = [other.observe(10 * i, lengths(10 * i)) for i in range(10, 20)]
+    assert [event.kind for d in decisions for event in d.events] == ["redefined"]
+    assert {d.action for d in decisions} == {GuardAction.keep}
+
+
 def test_a_rollback_over_a_redefinition_keeps_the_present_one() -> None:
     guard = _guard("a")
     for i in range(10):

@@ -209,17 +209,22 @@ def test_what_cannot_be_a_reward_says_why(tmp_path: Path, text: str, reference: 
     assert str(caught.value) == message.format(file=file)
 
 
-def test_columns_that_a_configuration_names_are_names(tmp_path: Path) -> None:
-    text = """
+@pytest.mark.parametrize("columns", ["'answer'", "None", "[1]", "(c for c in ('answer', 'id'))"])
+def test_columns_that_a_configuration_names_are_names(tmp_path: Path, columns: str) -> None:
+    text = f"""
 class C:
     @staticmethod
     def columns_of(config):
-        return "answer"
+        return {columns}
 
     def score(self, rollouts): ...
 """
-    with pytest.raises(PluginError, match=r"C': its 'columns_of' gives 'answer', expected names of columns"):
-        find_plugin("reward", f"{write(tmp_path, text)}:C", "here").check({})
+    plugin = find_plugin("reward", f"{write(tmp_path, text)}:C", "here")
+    if "for" in columns:
+        assert plugin.check({}) == ("answer", "id")
+        return
+    with pytest.raises(PluginError, match=r"C': its 'columns_of' gives .*, expected names of columns"):
+        plugin.check({})
 
 
 @pytest.mark.parametrize(
