@@ -99,7 +99,7 @@ def draw_case(seed: int) -> Case:
 
 def _policy(rng: random.Random, name: str) -> dict[str, float]:
     options: dict[str, list[float]] = {
-        "prior_prompts": [40, 3, 0],
+        "prior_prompts": [100, 3, 0],
         "smoothing": [0.1, 0.5],
         "prompts_averaged": [1, 5],
         "sharpness": [1.0],
