@@ -113,7 +113,8 @@ class TaskState:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
         own, saved_own = definitions(self.spec), state.get("definitions", {})
-        new = {key for key, found in own.items() if saved_own.get(key, found) != found} - {"constraint", "solved"}
+        new = {key for key, found in own.items() if saved_own.get(key, found) != found}
+        new -= {"constraint", "solved"}
         self.has_new_rewards = "reward_mean" in new
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
