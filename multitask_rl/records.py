@@ -508,11 +508,6 @@ class TaskEvaluation:
     """Further metrics (``violation_rate``, ``reward/<name>``, ``length``...)."""
 
     @property
-    def definition(self) -> str:
-        """Hash of what the primary metric is computed from; empty = not known."""
-        return self.definitions.get("", "")
-
-    @property
     def values(self) -> Sequence[float]:
         """[n] the primary metric per prompt, always in the same order; NaN = failed or not applicable."""
         return self.primary.values

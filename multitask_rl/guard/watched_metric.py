@@ -11,6 +11,7 @@ from typing import Any
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
+from multitask_rl.statistics.definitions import are_different, definition_of
 from multitask_rl.statistics.intervals import PairedTest, compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
@@ -18,9 +19,6 @@ _MIN_UNIT_VARIANCE = 0.02
 _MIN_VARIANCE = 1e-12
 _ZERO_KL = 1e-6
 """Nats per token; the KL of equal policies is below."""
-_OF_SOLVED = ("pass@", "maj@", "turnover")
-_OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
-"""Beginnings of the names of metrics whose definition is ``solved`` or ``constraint``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,16 +192,10 @@ class WatchedMetric:
 
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
         """Drop the history if the metric's definition has changed; return what to say."""
-        group, statistic = self.metric, evaluation.statistic(self.metric)
-        if group.startswith(_OF_SOLVED):
-            group = "solved"
-        elif group.startswith(_OF_CONSTRAINTS):
-            group = "constraint"
-        elif group.startswith("reward/"):
-            group = "/".join(group.split("/")[:2])
+        statistic = evaluation.statistic(self.metric)
         if statistic is None:
             return None
-        before, hashed = self.definition, evaluation.definitions.get(group, "")
+        before, hashed = self.definition, definition_of(evaluation.definitions, self.metric)
         direction = self.direction if self.direction.sign else statistic.direction
         self.definition = f"{hashed or before.partition(' ')[0]} {direction.value}"
         if not self.has_changed(before):
@@ -218,7 +210,7 @@ class WatchedMetric:
     def has_changed(self, definition: str) -> bool:
         """Whether hash or direction of ``definition`` are known and not the present ones."""
         pairs = zip(definition.split(" "), self.definition.split(" "), strict=False)
-        return any(own and now and own != now for own, now in pairs)
+        return any(are_different(*pair) for pair in pairs)
 
     def forget(self) -> None:
         """Drop all values seen."""

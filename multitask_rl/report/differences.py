@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from multitask_rl.config.run import dotted
 from multitask_rl.records import Direction
+from multitask_rl.statistics.definitions import are_different, definition_of
 from multitask_rl.statistics.intervals import Difference, holm
 from multitask_rl.statistics.seeds import compare_arms
 from multitask_rl.tracking.reading import Evaluation, RunRecord
@@ -45,8 +46,9 @@ class Pair:
 
 def are_alike(*evaluations: Evaluation) -> bool:
     """Whether all have one primary metric, direction and, as far as known, definition."""
-    definitions = {e.definition for e in evaluations if e.definition}
-    return len({(e.metric, e.direction) for e in evaluations}) <= 1 and len(definitions) <= 1
+    if are_different(*(definition_of(e.definitions) for e in evaluations)):
+        return False
+    return len({(e.metric, e.direction) for e in evaluations}) <= 1
 
 
 def share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from multitask_rl.report.differences import Pair, are_alike, difference_rows, share_prompts
 from multitask_rl.report.influence import influence, turnover
-from multitask_rl.tracking.reading import RunRecord
+from multitask_rl.statistics.definitions import are_different, definition_of
+from multitask_rl.tracking.reading import Evaluation, RunRecord
 
 
 def summarise_run(run: RunRecord) -> dict[str, Any]:
@@ -55,24 +57,33 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
         found.append({**own, **row})
         history = run.evaluations[task]
         last = history[-1].metrics
-        of_rewards = next(e for e in history if are_alike(e, history[-1])).metrics
-        for metric, first in (("kl", history[0].metrics), ("turnover", of_rewards)):
+        for metric in ("kl", "turnover"):
+            first = _first(history, metric)
             if metric in first and metric in last:  # a resume may have changed the task's kind
                 numbers = {"before": first[metric], "after": last[metric]}
                 found.append({**own, **numbers, "metric": metric, "delta": last[metric] - first[metric]})
     return found
 
 
+def _first(history: Sequence[Evaluation], metric: str) -> Mapping[str, float]:
+    """Return the numbers of the first evaluation that defines ``metric`` as the last one does."""
+    present = definition_of(history[-1].definitions, metric)
+    alike = (e for e in history if not are_different(definition_of(e.definitions, metric), present))
+    return next(alike).metrics
+
+
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:
-    """Return one row per constraint with a limit: its last evaluation, and its rate at the first."""
+    """Return one row per constraint with a limit: its last evaluation, and its rate at the first alike."""
     rows = []
     for task, history in run.evaluations.items():
-        first, last = history[0].metrics if len(history) > 1 else {}, history[-1].metrics
+        last = history[-1].metrics
         for key in last:
             if key.startswith("constraint/") and key.endswith("/limit"):
                 prefix = key.removesuffix("limit")
                 own = {k.removeprefix(prefix): v for k, v in last.items() if k.startswith(prefix)}
-                before = first.get(f"{prefix}violation_rate", math.nan)
+                rate = f"{prefix}violation_rate"
+                first = _first(history, rate)
+                before = math.nan if first is last else first.get(rate, math.nan)
                 name = prefix.removeprefix("constraint/").removesuffix("/")
                 rows.append({"task": task, "constraint": name, "before": before, **own})
     return rows

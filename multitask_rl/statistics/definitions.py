@@ -37,6 +37,8 @@ REWARD = "reward_mean"
 """Name of the reward's statistic."""
 OF_PROMPTS = ("pass@", "maj@")
 """Beginnings of the names of metrics that have a value per prompt, from several responses."""
+_OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
+"""Beginnings of the names of metrics of constraints."""
 ENOUGH_EARNED = 64
 """Scored responses after which their best reward stands for the best of the task."""
 
@@ -91,8 +93,9 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
 def definitions(spec: TaskSpec) -> dict[str, str]:
     """Return hashes of what a task's metrics are computed from: values of two hashes are not compared.
 
-    ``""``: the primary metric; ``solved``: pass@k, maj@k and turnover; ``reward_mean``; ``reward/<name>`` and
-    its components; ``constraint``: all metrics of constraints. Others (``length``, ``loss``) have no hash.
+    ``definition_of`` finds the one of a metric. ``""``: the primary metric; ``solved``: pass@k, maj@k and
+    turnover; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all metrics of
+    constraints. Others (``length``, ``loss``) have no hash.
 
     The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
     constraints, as the reward is 1 - cost. All are of the environment and its limits too. If nothing is
@@ -126,6 +129,23 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     found[""] = digest([spec.primary_metric, primary])
     found["solved"] = digest([found[""], spec.solved_at, spec.higher_is_better])
     return found
+
+
+def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:
+    """Return a metric's hash of ``definitions``; empty if it has none, or it is not known.
+
+    Without a name that of the primary metric.
+    """
+    if metric.startswith((*OF_PROMPTS, "turnover")):
+        return hashes.get("solved", "")
+    if metric.startswith(_OF_CONSTRAINTS):
+        return hashes.get("constraint", "")
+    return hashes.get("/".join(metric.split("/")[:2]), "")  # reward/<name>/<component>
+
+
+def are_different(*hashes: str) -> bool:
+    """Whether not all hashes that are known are the same."""
+    return len({own for own in hashes if own}) > 1
 
 
 def _plain_text(part: Any) -> str:

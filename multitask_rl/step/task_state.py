@@ -21,7 +21,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
-from multitask_rl.statistics.definitions import TaskMetrics, definitions
+from multitask_rl.statistics.definitions import TaskMetrics, are_different, definitions
 from multitask_rl.training.backend import LearnerTask
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,8 @@ class TaskState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
-        own, saved_own = definitions(self.spec), state.get("definitions", {})
-        new = {key for key, found in own.items() if saved_own.get(key, found) != found}
+        saved_own = state.get("definitions", {})
+        new = {k for k, own in definitions(self.spec).items() if are_different(own, saved_own.get(k, ""))}
         new -= {"constraint", "solved"}
         self.has_new_rewards = "reward_mean" in new
         if kind == self.spec.type:

@@ -26,6 +26,7 @@ from multitask_rl.records import (
     TrainSample,
 )
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.statistics.definitions import are_different, definition_of
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
 from multitask_rl.step.task_state import TaskState, render_answer_ids, render_rows
@@ -127,9 +128,8 @@ class TextMeter:
         if solved is None:
             return {}
         own = task.anchor
-        is_other = own.definition not in ("", now := evaluation.definitions.get("solved", ""))
-        own.definition = now
-        if own.prompts != evaluation.prompts or is_other:
+        before, own.definition = own.definition, definition_of(evaluation.definitions, "turnover")
+        if own.prompts != evaluation.prompts or are_different(before, own.definition):
             own.prompts, own.solved = evaluation.prompts, list(solved.values)
         lost = [a * (1.0 - b) for a, b in zip(own.solved, solved.values, strict=True)]
         kept = range(len(lost))

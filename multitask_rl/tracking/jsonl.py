@@ -238,7 +238,7 @@ def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
         "metric": evaluation.metric,
         "policy_version": evaluation.policy_version,
         "prompts": evaluation.prompts,
-        "definition": evaluation.definition,
+        "definitions": evaluation.definitions,
         "samples": evaluation.num_samples,
         **_numbers(evaluation.primary),
         "low": low,

@@ -31,8 +31,8 @@ class Evaluation:
     direction: Direction
     prompts: str
     """Identity of the held-out prompts; empty if the run wrote none."""
-    definition: str = ""
-    """Identity of what gives the metric its values (``TaskEvaluation.definition``); empty = not known."""
+    definitions: Mapping[str, str] = field(default_factory=dict)
+    """Hashes of what metrics are computed from (``TaskEvaluation.definitions``); empty = not known."""
     samples: int = 1
     """Responses per prompt."""
     error: float = math.nan
@@ -190,7 +190,7 @@ def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation
         direction=Direction(line["direction"]),
         error=math.nan if line.get("error") is None else float(line["error"]),
         prompts=str(line.get("prompts", "")),
-        definition=str(line.get("definition", "")),
+        definitions={str(k): str(v) for k, v in line.get("definitions", {}).items()},
         samples=int(line.get("samples", 1)),
         metrics={k: float(v["mean"]) for k, v in line.get("metrics", {}).items() if v["mean"] is not None},
     )

@@ -20,7 +20,7 @@ from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.metrics import has_spread
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
-from run_builders import run_config, train, write_run
+from run_builders import lines, run_config, train, write_run
 
 COPY = """
 tasks:
@@ -317,6 +317,26 @@ def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read
     train(run_config(tmp_path, "old", 2, **SMALL))
     assert main(["compare", *(str(tmp_path / name) for name in ("old", "new"))]) == 2
     assert "has not one definition of 'reward' in" in capsys.readouterr().err
+
+
+def test_the_rates_of_two_rules_are_not_compared(tmp_path, capsys):
+    """A resume gives a constraint another rule; the reward stays the same."""
+    judged = COPY.replace("]}", "], constraints: [{plugin: rewards.py:RULE, name: rule, limit: 0.5, %s}]}")
+    judged %= "mode: lagrangian"
+    write_run(tmp_path, judged.replace("RULE", "has_no_digit"), num_rows=60)
+    rows = []
+    for rule, steps in (("has_no_digit", 2), ("is_short", 4), ("is_short", 6)):
+        (tmp_path / "tasks.yaml").write_text(judged.replace("RULE", rule))
+        train(run_config(tmp_path, "out", steps, **SMALL))
+        capsys.readouterr()
+        assert main(["report", str(tmp_path / "out"), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["result"]
+        rows += shown["constraints"]
+    history = [json.loads(line) for line in lines(tmp_path / "out", "evaluations.jsonl")]
+    rates = {e["step"]: e["metrics"]["constraint/rule/violation_rate"]["mean"] for e in history}
+    assert [row["violation_rate"] for row in rows] == [rates[2], rates[4], rates[6]]
+    assert [row["before"] for row in rows] == [rates[0], None, rates[4]]
+    assert shown["tasks"]["copy"]["steps"] == [0, 6], "the reward is the same"
 
 
 def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward(tmp_path):

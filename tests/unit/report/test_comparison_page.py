@@ -69,7 +69,7 @@ def test_a_curve_has_values_of_one_definition(tmp_path: Path) -> None:
     for run in (runs := arm(tmp_path / "a", 0.1, 1) + arm(tmp_path / "b", 0.2, 1)):
         file = Path(run) / "evaluations.jsonl"
         rows = [json.loads(line) for line in file.read_text().splitlines()]
-        rows = [{**row, "definition": "new" if row["step"] else "old"} for row in rows]
+        rows = [{**row, "definitions": {"": "new" if row["step"] else "old"}} for row in rows]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, data = page_of(*runs, page=tmp_path / "page.html")
     assert [one["steps"] for one in data["curves"][0]["arms"]] == [[2, 4], [2, 4]]
