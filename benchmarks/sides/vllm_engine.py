@@ -97,7 +97,7 @@ def ours() -> None:
 
 def alone() -> None:
     """Serve generation through vLLM's own ``LLM``."""
-    from multitask_rl.rollout.vllm.engine import eager_on_cpu
+    from multitask_rl.rollout.vllm.engine import on_engine_device
 
     llm, items = engine()._llm, work()
     from vllm import SamplingParams
@@ -118,7 +118,7 @@ def alone() -> None:
         ]
 
         def call() -> Any:
-            with eager_on_cpu():
+            with on_engine_device():
                 return llm.generate(given, sampling, use_tqdm=False)
 
         measured = _timed(call)

@@ -6,6 +6,8 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from multitask_rl.boundary.printable import duration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
@@ -31,7 +33,8 @@ def foretell(config: RunConfig) -> bool:
         f"a step: {work.samples:.0f} responses of at most {work.new_tokens:.0f} tokens to {work.prompts:.0f} "
         f"prompts of {work.prompt_tokens:.0f} (means); shorter responses need less of all that follows"
     )
-    memory = estimate.estimate_memory(plan, shape, work)
+    whole = torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else 0
+    memory = estimate.estimate_memory(plan, shape, work, whole)
     peak, room = memory.pop("peak"), estimate.free_memory(device)
     print(f"memory: {estimate.in_units(peak)} beside Python and its libraries ({estimate.sizes(memory)})")
     has_memory = peak <= room

@@ -98,7 +98,11 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
 
 
 def parse_device_map(
-    device_map: Mapping[str, str], *, num_cuda: int | None = None, tasks: Sequence[str] | None = None
+    device_map: Mapping[str, str],
+    *,
+    num_cuda: int | None = None,
+    tasks: Sequence[str] | None = None,
+    on_ray: bool = False,
 ) -> dict[str, DeviceSet]:
     """Return the devices of every role named in ``device_map``.
 
@@ -107,6 +111,7 @@ def parse_device_map(
             ``reward.<task>`` and ``constraint.<task>``.
         num_cuda: CUDA devices of the machine; None = ask torch, if the map names one.
         tasks: None = any task.
+        on_ray: learner ranks but the first are Ray actors, on any machine: their devices are only counted.
 
     Raises:
         ConfigError: an unknown role or task, a malformed or missing device, one that the role cannot use, or
@@ -139,7 +144,8 @@ def parse_device_map(
     num_ranks = len(actor.names) if actor is not None else 1
     for role, devices in parsed.items():
         available = num_cuda or 0
-        missing = [i for i in devices.indices if i >= available]
+        here = devices.indices[:1] if on_ray and "." not in role else devices.indices
+        missing = [i for i in here if i >= available]
         if devices.kind == "cuda" and (missing or not available):
             names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
             have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
@@ -175,9 +181,12 @@ def parse_device_map(
     return parsed
 
 
-def resolve_devices(device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None) -> dict[str, str]:
+def resolve_devices(
+    device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None, on_ray: bool = False
+) -> dict[str, str]:
     """Check ``device_map`` as ``parse_device_map`` does; return the first device of every role."""
-    return {role: devices.names[0] for role, devices in parse_device_map(device_map, tasks=tasks).items()}
+    parsed = parse_device_map(device_map, tasks=tasks, on_ray=on_ray)
+    return {role: devices.names[0] for role, devices in parsed.items()}
 
 
 def actor_devices(config: RunConfig) -> DeviceSet:

@@ -332,8 +332,8 @@ class RayConfig(Settings):
     first step, in which it loads and compiles, does not count."""
     room_timeout_s: Positive = 1800.0
     """Seconds for which a run without any replica waits for room in the cluster before it ends."""
-    gpus_per_engine: NotNegative = 0.0
-    """GPUs of each replica; 0 = CPU."""
+    gpus_per_engine: Annotated[float, Range("[-1, inf)")] = -1.0
+    """GPUs of each replica, 0.5 = half of one, 0 = CPU; -1 = one if the actor is on a GPU, else CPU."""
     num_reward_pools: Count = 1
     """Reward pools, each an actor with its own workers."""
 

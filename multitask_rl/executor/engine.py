@@ -17,9 +17,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig
-from multitask_rl.errors import EngineError
+from multitask_rl.errors import ConfigError, EngineError
 from multitask_rl.executor.group import ActorCall, ActorGroup
 from multitask_rl.executor.replica import EngineReplica, without_monitors
 from multitask_rl.models.actor import Actor
@@ -99,7 +101,13 @@ class RayEngine(RolloutEngine):
     ) -> None:
         directory = (output_dir / "ray_start").resolve()
         actor.save_for_engine(directory)
-        device = self._device = "cuda" if ray.gpus_per_engine else "cpu"
+        num_gpus = float(actor.device.type == "cuda") if ray.gpus_per_engine < 0 else ray.gpus_per_engine
+        if not num_gpus and config.engine == "vllm" and torch.cuda.is_available():
+            raise ConfigError(
+                "ray.gpus_per_engine=0: vLLM's build for CUDA computes on a GPU, and all replicas of a node "
+                "would start on its first one; give each a GPU (1) or a part of one (0.5)"
+            )
+        device = self._device = "cuda" if num_gpus else "cpu"
         self._base: WeightStream | None = None
         """Below adapters, in the object store."""
         # names of their own: Ray pickles what the function reads, and must not pickle the actor
@@ -123,6 +131,7 @@ class RayEngine(RolloutEngine):
                 for name, parameter in model.named_parameters():
                     parameter.data = _placed(parameter.data, places.get(name, 0))
             copy = Actor(model, tokenizer, ModelConfig(name_or_path=str(directory), autocast=autocast))
+            copy.engine_start = directory
             own = directory / f"replica-{index}"
             return build_engine(engine, copy, config, seed=seed, output_dir=own), copy
 
@@ -145,7 +154,7 @@ class RayEngine(RolloutEngine):
             lambda index: EngineReplica(partial(build, index), beat_s),
             ray.num_engines,
             num_cpus=num_cpus,
-            num_gpus=ray.gpus_per_engine,
+            num_gpus=num_gpus,
             started=number,
         )
         try:

@@ -18,7 +18,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from operator import attrgetter
@@ -32,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 _LOOK_EVERY_S = 1.0
+_MOST_GPUS = 64
+"""Of a machine."""
 _ENDS_WITHIN_S = 3.0
 """Ray's processes after an interrupted start; what takes longer goes at the next start."""
 _LOCK = "multitask_rl.lock"
@@ -215,11 +217,69 @@ class _Host:
         return attrgetter(method)(self._object)(*arguments)
 
 
+class _Gpu:
+    def ids(self) -> list[str]:
+        import ray
+
+        return [str(name) for name in ray.get_gpu_ids()]
+
+
+def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
+    """Keep the GPUs that this process computes on from Ray's other actors; return what ends that.
+
+    Ray counts all GPUs of a node as free. So an actor takes each one that is free on this node, and those
+    that got other GPUs end again. ``devices`` are torch's names of devices, of a CPU too.
+
+    Raises:
+        ConfigError: one of the GPUs is lent to other work.
+        MissingExtraError, EngineError: as of ``ActorGroup``.
+    """
+    indices = sorted({int(name.partition(":")[2] or 0) for name in devices if name.startswith("cuda")})
+    if not indices:
+        return lambda: None
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    own = {visible[index] if visible else str(index): f"cuda:{index}" for index in indices}
+    group = ActorGroup(
+        "GPU of this process", lambda _: _Gpu(), _MOST_GPUS, num_cpus=0, num_gpus=1, started=0, is_here=True
+    )
+    try:
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
+        resources = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+        waiting = set(range(min(_MOST_GPUS, int(resources.get("GPU", 0)))))
+        if not waiting:
+            group.close()  # Ray lends none of this machine
+            return lambda: None
+        for index in waiting:
+            group.replace(index)
+        held: dict[int, str] = {}
+        until = time.monotonic() + _ROOM_WITHIN_S
+        while waiting and not own.keys() <= set(held.values()) and time.monotonic() < until:
+            placed = {index: () for index in waiting if group.is_placed(index)}
+            for index, (name,) in group.call("ids", placed)[0].items():
+                held[index] = name
+            waiting -= placed.keys()
+            time.sleep(0.1)
+        for index in waiting | {index for index, name in held.items() if name not in own}:
+            group.kill(index)
+        if lent := [own[name] for name in own if name not in held.values()]:
+            raise ConfigError(
+                f"the Ray cluster has lent {', '.join(lent)} of this machine to other work; name other GPUs "
+                "in device_map, or stop that work"
+            )
+    except BaseException:
+        group.close()
+        raise
+    return group.close
+
+
 class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``.
 
-    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine. The first
-    ``started`` of them (default: all) are started at once, the others by ``replace``.
+    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine; with
+    ``is_here`` on the node of this process. The first ``started`` of them (default: all) are started at once,
+    the others by ``replace``.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -243,6 +303,7 @@ class ActorGroup:
         num_gpus: float,
         max_concurrency: int = 1,
         started: int | None = None,
+        is_here: bool = False,
     ) -> None:
         if find_spec("ray") is None:
             raise MissingExtraError(
@@ -270,7 +331,12 @@ class ActorGroup:
         number = size if started is None else min(started, size)
         try:
             _check_room(f"{number} x {name}", {"CPU": number * num_cpus, "GPU": number * num_gpus})
-            takes = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_concurrency": max_concurrency}
+            takes: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+            takes["max_concurrency"] = max_concurrency
+            if is_here:
+                node = ray.get_runtime_context().get_node_id()
+                strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+                takes["scheduling_strategy"] = strategy
             self._host = ray.remote(**takes)(_Host)
             for index in range(number):
                 self.replace(index)

@@ -66,6 +66,8 @@ class Actor:
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
         self.policy_version = 0
+        self.engine_start: Path | None = None
+        """Directory that ``save_for_engine`` wrote, if this actor was loaded from it."""
         self.parts: WeightParts | None = None
         """Where the weights are while several processes hold parts of them. ``model`` then has NaN in their
         places (adapters stay whole): its shapes, types and devices are right."""
@@ -232,11 +234,17 @@ class Actor:
         kept = {name: value.detach().clone() for name, value in self.changing_weights().items()}
         return partial(self.model.load_state_dict, kept, strict=False)
 
-    def save_for_engine(self, directory: Path) -> None:
-        """Write a directory that an engine starts from: as ``save``, with adapters merged."""
+    def save_for_engine(self, directory: Path) -> Path:
+        """Return a directory that an engine starts from, written as by ``save`` with adapters merged.
+
+        That is ``engine_start``, if there is one, else ``directory``.
+        """
+        if self.engine_start is not None:
+            return self.engine_start
         model = self.model.get_base_model() if self.config.lora.rank > 0 else self.model
         model.save_pretrained(directory, state_dict=dict(self.state_dict()), safe_serialization=True)
         self.tokenizer.save_pretrained(directory)
+        return directory
 
     def load_weights(self, directory: Path) -> None:
         """Restore the weights that ``save`` wrote, in place: the optimizer keeps its references."""

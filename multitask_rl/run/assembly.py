@@ -18,6 +18,7 @@ from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError
 from multitask_rl.executor.engine import RayEngine
+from multitask_rl.executor.group import hold_gpus
 from multitask_rl.executor.scorer import RayScorer, RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor
@@ -133,6 +134,8 @@ def build_parts(
         critic.build(actor, [n for n in plan.trained if tasks[n].algorithm.needs_critic])
         timeline = Timeline(plan.output_dir / "timeline.jsonl" if track else None)
         actor.release_engine()
+        if config.executor == "ray":
+            closing.callback(hold_gpus([str(actor.device), *plan.devices.values()]))
         engine = plan.engine
         if engine is None:
             build: Callable[..., RolloutEngine] = partial(

@@ -15,16 +15,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.data.render import render_prompt
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES
 from multitask_rl.models.lora import model_below
 from multitask_rl.rollout.snapshot import sampling_weights
+from multitask_rl.rollout.vllm.start import VLLMConfig
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
 from multitask_rl.training.checkpoint import model_directory
@@ -33,8 +37,8 @@ from multitask_rl.training.forward import SLICE_CELLS
 
 LOGIT_COPIES = 5
 """Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json)."""
-KEPT_BESIDE = 3
-"""Checkpoints that may stay beside the newest: two judged good, and the best."""
+KEPT_BESIDE = 4
+"""Checkpoints that may stay beside the newest: two judged good, the best, and that of the former tasks."""
 BYTES_PER_TOKEN = 90
 """Of a stored rollout: ids, log-probabilities and text of a token as JSON."""
 PROBE_LAYERS, PROBE_TOKENS = 2, 1024
@@ -141,11 +145,14 @@ def step_workload(plan: RunPlan, tokenizer: Any) -> Workload:
     )
 
 
-def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[str, float]:
-    """Return bytes by part on the actor's device (or of a learner rank); ``peak`` is their sum.
+def estimate_memory(
+    plan: RunPlan, shape: ModelShape, work: Workload, device_bytes: float = 0.0
+) -> dict[str, float]:
+    """Return bytes by part on the actor's device (or of a learner rank).
 
-    Keys and values of sampling, and the activations of learning, are not there at the same time: ``sampling``
-    and ``learning`` hold both, and the larger counts.
+    Keys and values of sampling (``sampling``) and activations of learning (``learning``) are not there at the
+    same time: ``peak`` is the sum of the others and the larger of these. ``device_bytes`` are those of the
+    whole device, of which vLLM reserves a share; 0 = a CPU.
     """
     config = plan.config
     width = _width(plan)
@@ -180,9 +187,23 @@ def estimate_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[st
         is_checkpointed=config.model.gradient_checkpointing,
         answers=answers,
     )
+    if reserved := _vllm_bytes(plan, shape.parameters * width, device_bytes):
+        parts["copy to sample from"] = 0.0
+        sleeps = bool(config.rollout.engine_config.get("sleep_level"))
+        parts["vLLM"], sampling = (0.0, reserved) if sleeps else (reserved, 0.0)
     parts = {name: float(size) for name, size in parts.items() if size}
     peak = sum(parts.values()) + max(sampling, learning)
     return {**parts, "sampling": sampling, "learning": learning, "peak": peak}
+
+
+def _vllm_bytes(plan: RunPlan, weights: float, device_bytes: float) -> float:
+    """Return what vLLM reserves on the actor's device, weights of its own among it; 0 without vLLM there."""
+    rollout = plan.config.rollout
+    if rollout.engine != "vllm" or plan.config.executor != "local" or not device_bytes:
+        return 0.0
+    own = build_dataclass(VLLMConfig, rollout.engine_config, Where(path=("rollout", "engine_config")))
+    cache = own.kv_cache_memory_bytes
+    return weights / own.tensor_parallel_size + cache if cache else own.gpu_memory_utilization * device_bytes
 
 
 def sample_bytes(tokens: float) -> float:
@@ -258,9 +279,11 @@ def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float)
     per_step = config.batch.prompts_per_step * config.batch.group_size
     if config.tracking.store_rollouts >= 0:
         per_step = min(per_step, len(plan.trained) * config.tracking.store_rollouts)
+    has_own_weights = config.executor == "ray" or not plan.engine_class.shares_weights
     parts = {
         "checkpoints": float(one * (number + (number > 1))),  # a new one is whole before an old one goes
         "reference": float(parameters * width * has_reference(plan)),
+        "start of the engine": float(parameters * width * has_own_weights),
         "rollouts": BYTES_PER_TOKEN * tokens * per_step * config.max_steps,
     }
     parts = {name: size for name, size in parts.items() if size}
@@ -332,15 +355,10 @@ def _parameters(model: ModelConfig, name: str) -> int:
 
 
 def free_memory(device: str) -> float:
-    """Return the free bytes of ``device``; of a CPU what the system can give (infinity where unknown)."""
+    """Return the free bytes of ``device``; of a CPU what the system can give without swapping."""
     if device.startswith("cuda"):
         return float(torch.cuda.mem_get_info(device)[0])
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024.0 * int(line.split()[1])
-    return math.inf
+    return float(psutil.virtual_memory().available)
 
 
 def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:

@@ -158,7 +158,7 @@ def plan_run(
         check_entry_point(Where(path=(key,)), group, name)
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
-    devices = resolve_devices(config.device_map, tasks=list(specs))
+    devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
     check_attention(config.model, devices.get("actor", ""))
     backend_class: type[TrainingBackend] = load_plugin(
         TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend

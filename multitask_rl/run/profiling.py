@@ -84,7 +84,10 @@ def memory_report(parameters: Iterable[nn.Parameter], optimizer_bytes: int) -> d
 
 
 def memory_numbers() -> dict[str, float]:
-    """Return the peak of all GPUs in the step, and the largest share of one; reset both. {} without a GPU."""
+    """Return the sum of this process's peaks on all GPUs in the step, and the largest share of one.
+
+    Both begin anew. {} without a GPU.
+    """
     if not torch.cuda.is_available():
         return {}
     peak, share = 0, 0.0
@@ -147,8 +150,8 @@ class SystemUse:
         """Return percentages and megabytes (10^6 bytes); processors since the last call, the rest as of now.
 
         Memory of the run is the resident memory of this process and all below it. Memory that processes share
-        counts in each of them. A GPU's utilization (of its last second, as its driver tells it) needs the
-        package ``nvidia-ml-py``.
+        counts in each of them. GPUs are those on which this process computes. Their utilization (of the last
+        second, as the driver tells it) needs the package ``nvidia-ml-py``.
         """
         memory, run_bytes = psutil.virtual_memory(), 0
         here = psutil.Process()
@@ -162,6 +165,8 @@ class SystemUse:
             "run_memory_usage_megabytes": run_bytes / 1e6,
         }
         for device in range(torch.cuda.device_count()):
+            if not torch.cuda.memory_reserved(device):
+                continue  # to ask a device that this process does not use takes some hundred MB of it
             free, total = torch.cuda.mem_get_info(device)
             found[f"gpu_{device}_memory_usage_megabytes"] = (total - free) / 1e6
             found[f"gpu_{device}_memory_usage_percentage"] = 100.0 * (total - free) / total

@@ -57,6 +57,8 @@ class Checkpoint:
 class CheckpointStore:
     """The checkpoints of one run. It keeps the newest ``keep``, the two newest judged good, and the best.
 
+    After a change of tasks or metrics, whose scores are not compared, also the best of the former ones.
+
     ``is_writer``: only this process writes to ``directory``. False: this process only reads it.
     """
 
@@ -135,7 +137,7 @@ class CheckpointStore:
                 self.entries[entry.step] = entry
                 newest_first = sorted(self.entries, reverse=True)
                 good = [s for s in newest_first if self.entries[s].judged_good]
-                kept = {*good[:2], self.best()}
+                kept = {*good[:2], *self._best_of_tasks()[:2]}
                 for step in newest_first[self.keep :]:
                     if step not in kept:
                         self._remove(step)
@@ -145,10 +147,19 @@ class CheckpointStore:
         return final
 
     def best(self) -> int | None:
-        """Return the step of the highest score, of those of the newest one's tasks; None without any."""
-        scored = [self.entries[step] for step in sorted(self.entries) if self.entries[step].score is not None]
-        alike = [entry for entry in scored if entry.score_of == scored[-1].score_of]
-        return max(alike, key=lambda e: (e.score or 0.0, e.step)).step if alike else None
+        """Return the step with the highest score among those of the newest one's tasks; None without any."""
+        return next(iter(self._best_of_tasks()), None)
+
+    def _best_of_tasks(self) -> list[int]:
+        """Return the step with the highest score for each set of tasks that scores are of, newest first."""
+        best: dict[tuple[str, ...], CheckpointEntry] = {}
+        for step in sorted(self.entries, reverse=True):
+            entry = self.entries[step]
+            if entry.score is not None:
+                own = best.setdefault(tuple(entry.score_of), entry)
+                if entry.score > (own.score or 0.0):
+                    best[tuple(entry.score_of)] = entry
+        return [entry.step for entry in best.values()]
 
     def load(self, path: Path) -> Checkpoint:
         """Read and verify a checkpoint.

@@ -316,7 +316,7 @@ class ModelRunner:
         """Return the values of the task's head for ``tokens`` (default: all) of a micro-batch: [N]."""
         hidden = out.hidden if self.shares_trunk else self.critic.hidden(batch)
         assert hidden is not None
-        values = self.critic.values(task, hidden if tokens is None else hidden[tokens])
+        values = self.critic.values(task, hidden if tokens is None else hidden[tokens.to(hidden.device)])
         return values.to(out.logprobs.device)
 
     def _forward(

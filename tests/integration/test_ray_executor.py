@@ -59,7 +59,8 @@ pytestmark = [
 def cluster() -> Iterator[None]:
     import ray
 
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(address="local", num_cpus=2, num_gpus=2, **quiet)  # Ray lends GPUs that are not there
     # the fake below travels by value: the actors need not import this file and what it imports
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
@@ -397,6 +398,38 @@ def test_more_actors_than_the_cluster_holds_are_refused_not_awaited(
     monkeypatch.setattr(group, "_ROOM_WITHIN_S", 3.0)
     with pytest.raises(ConfigError, match=r"no room for 3 x reward pool: 3 CPU asked for, 2 free of 2"):
         RayScorer(partial(LengthPool, ""), num_pools=3)
+
+
+def test_a_gpu_on_which_the_trainer_computes_is_not_lent(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(group, "_ROOM_WITHIN_S", 10.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "1")
+        release = group.hold_gpus(["cuda:0", "cpu"])
+    other = group.ActorGroup("other", lambda _: LentGpu(), 1, num_cpus=0, num_gpus=1)
+    assert other.call("names", {0: ()})[0] == {0: ["0"]}
+    monkeypatch.setattr(group, "_ROOM_WITHIN_S", 1.0)
+    with pytest.raises(ConfigError, match=r"has lent cuda:0 of this machine to other work"):
+        group.hold_gpus(["cuda:0"])
+    with pytest.raises(ConfigError, match=r"no room for 1 x another: 1 GPU asked for, 0 free of 2"):
+        group.ActorGroup("another", lambda _: LentGpu(), 1, num_cpus=0, num_gpus=1)
+    other.close()
+    release()
+    deadline = time.monotonic() + 20
+    while ray.available_resources().get("GPU", 0) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ray.available_resources()["GPU"] == 2
+
+
+class LentGpu:
+    def names(self) -> list[str]:
+        import ray
+
+        return [str(name) for name in ray.get_gpu_ids()]
 
 
 def test_a_dead_raylet_ends_the_run_with_words(tmp_path: Path) -> None:

@@ -128,8 +128,7 @@ class VLLMEngine(RolloutEngine):
                 "longest sequence so far, so samples would come from another policy; take ntk or yarn, or "
                 "rollout.engine=hf"
             )
-        directory = output_dir / "vllm_start"
-        actor.save_for_engine(directory)
+        directory = actor.save_for_engine(output_dir / "vllm_start")
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
         engine.update_weights(actor.state_dict(), actor.policy_version)
         return engine
@@ -186,7 +185,7 @@ class VLLMEngine(RolloutEngine):
 
     def _step(self, stream: _Stream) -> None:
         """Decode a token of every row; move the rows that ended from ``stream.rows`` to ``stream.ended``."""
-        with eager_on_cpu():
+        with on_engine_device():
             outputs = self._llm.llm_engine.step()
         due, shown = [], []
         for output in outputs:
@@ -284,7 +283,8 @@ class VLLMEngine(RolloutEngine):
         try:
             self._wake("weights")
             self._has_weights = True
-            self._loader.load(weights)
+            with on_engine_device():
+                self._loader.load(weights)
         except Exception as error:
             self._unusable = "it failed while it took new weights"
             raise EngineError(f"vLLM cannot take the weights: {type(error).__name__}: {error}") from error
@@ -294,7 +294,8 @@ class VLLMEngine(RolloutEngine):
         """Give the device's memory back until the next call; nothing without ``sleep_level``."""
         if self.config.sleep_level and not self._asleep:
             self._check_idle()
-            self._llm.sleep(level=self.config.sleep_level)
+            with on_engine_device():
+                self._llm.sleep(level=self.config.sleep_level)
             self._asleep = {"weights", "kv_cache"}
             self._has_weights = self.config.sleep_level == 1
 
@@ -306,7 +307,9 @@ class VLLMEngine(RolloutEngine):
             )
         wanted = [tag for tag in tags if tag in self._asleep]
         if wanted:
-            self._llm.wake_up(tags=wanted)
+            with on_engine_device():
+                torch.cuda.empty_cache()  # workers in other processes cannot take what torch keeps here
+                self._llm.wake_up(tags=wanted)
             self._asleep -= set(wanted)
 
     def _check_usable(self) -> None:
@@ -325,7 +328,7 @@ class VLLMEngine(RolloutEngine):
         ids = list(token_ids)
         sampling = VLLMSamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         self._check_usable()
-        with self._handled_errors(), eager_on_cpu():
+        with self._handled_errors(), on_engine_device():
             self._wake("weights", "kv_cache")
             (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         positions = zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
@@ -358,10 +361,14 @@ class VLLMEngine(RolloutEngine):
 
 
 @contextlib.contextmanager
-def eager_on_cpu() -> Iterator[None]:
-    """Disable ``torch.compile`` on a CPU: one kernel would take up to 14 s at the first request."""
+def on_engine_device() -> Iterator[None]:
+    """Compute on vLLM's device, the first GPU; learner rank 0 may compute on another one.
+
+    Without a GPU disable ``torch.compile``: one kernel would take up to 14 s at the first request.
+    """
     if torch.cuda.is_available():
-        yield
+        with torch.cuda.device(0):
+            yield
         return
     with torch.compiler.set_stance("force_eager"):
         yield

@@ -56,7 +56,7 @@ class VLLMConfig(Settings):
 
 def num_workers_elsewhere(config: VLLMConfig) -> int:
     """Return how many workers of a started engine are processes of their own; 0 = its only one is here."""
-    in_process = os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    in_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "0"
     return 0 if in_process and config.tensor_parallel_size == 1 else config.tensor_parallel_size
 
 

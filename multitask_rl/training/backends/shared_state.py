@@ -49,6 +49,8 @@ class SharedState(StateSharing):
     def sum_gradients(self) -> None:
         """See ``StateSharing``."""
         ranks = self._ranks
+        if ranks.device.type == "cuda":
+            torch.cuda.synchronize(ranks.device)  # else the time until here is that of queueing the work
         ranks.before_sum()
         # the last flag keeps the tensor from being empty; early ranks wait for late ones here
         present = torch.tensor([*(float(p.grad is not None) for p in self.parameters), 0.0])

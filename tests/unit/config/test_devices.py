@@ -61,6 +61,15 @@ def test_a_mistyped_range_is_refused_before_it_is_counted() -> None:
     assert len(parse_devices("cuda:0-4095").indices) == 4096
 
 
+def test_learner_ranks_of_a_ray_cluster_may_outnumber_the_devices_of_this_machine():
+    parsed = parse_device_map({"actor": "cuda:0-15", "critic": "cuda:0-15"}, num_cuda=8, on_ray=True)
+    assert len(parsed["actor"].names) == 16
+    with pytest.raises(ConfigError, match=r"cuda:8 is not on this machine"):
+        parse_device_map({"actor": "cuda:8-15"}, num_cuda=8, on_ray=True)
+    with pytest.raises(ConfigError, match=r"device_map.reward.math: cuda:9 is not"):
+        parse_device_map({"reward.math": "cuda:9"}, num_cuda=8, on_ray=True)
+
+
 def test_reference_map_parses_where_the_devices_exist() -> None:
     parsed = parse_device_map({"actor": "cuda:0-3", "critic": "cuda:4-5", "reward.code": "cpu"}, num_cuda=6)
     assert parsed["actor"].indices == (0, 1, 2, 3)

@@ -119,6 +119,27 @@ def test_a_teacher_is_counted_once_for_all_its_tasks(here, tmp_path):
     assert memory["teachers"] == memory["weights"] == 4 * shape.parameters
 
 
+@pytest.mark.parametrize(
+    ("keys", "reserved", "asleep"),
+    [({}, 0.4, 0), ({"gpu_memory_utilization": 0.2, "sleep_level": 1}, 0, 0.2)],
+)
+def test_vllm_reserves_a_share_of_a_gpu(here, keys, reserved, asleep):
+    config = run_config(here, "planned", 1)
+    plan = plan_run(replace(config, rollout=replace(config.rollout, engine="vllm", engine_config=keys)))
+    shape = estimate.read_shape(plan.config.model)
+    work = estimate.step_workload(plan, build_tokenizer())
+    memory = estimate.estimate_memory(plan, shape, work, 80e9)
+    assert memory.get("vLLM", 0) == reserved * 80e9
+    assert memory["sampling"] == asleep * 80e9
+    on_cpu = estimate.estimate_memory(plan, shape, work)
+    assert on_cpu["copy to sample from"] == on_cpu["weights"]
+    assert memory["peak"] - on_cpu["peak"] == pytest.approx(
+        max(reserved * 80e9 + memory["learning"], asleep * 80e9)
+        - on_cpu["weights"]
+        - max(on_cpu["sampling"], on_cpu["learning"])
+    )
+
+
 @pytest.mark.parametrize(("weight", "expected"), [(1.0, True), (0.0, False)])
 def test_a_task_without_prompts_keeps_no_reference(tmp_path, weight, expected):
     other = "  other: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}"
@@ -133,7 +154,7 @@ def test_adapters_are_what_trains(here):
     assert estimate.read_shape(lora).trainable == layers * 4 * (2 * hidden + hidden + key_value)
 
 
-@pytest.mark.parametrize(("every", "steps", "number"), [(0, 50, 2), (25, 100, 5), (25, 20, 2), (2, 500, 7)])
+@pytest.mark.parametrize(("every", "steps", "number"), [(0, 50, 2), (25, 100, 5), (25, 20, 2), (2, 500, 8)])
 def test_checkpoints_that_are_kept(every, steps, number):
     assert estimate.num_checkpoints(CheckpointConfig(every=every, keep=4), steps) == number
 

@@ -14,9 +14,9 @@ from multitask_rl.errors import CheckpointError
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
 
 
-def save(store, step, *, good=None, score=None):
+def save(store, step, *, good=None, score=None, score_of=()):
     return store.save(
-        CheckpointEntry(step=step, judged_good=good, score=score),
+        CheckpointEntry(step=step, judged_good=good, score=score, score_of=list(score_of)),
         save_actor=lambda d: (d / "weights.bin").write_bytes(bytes(range(256)) * 8),
         tensors={"a/b": torch.arange(5.0)},
         state={"step": step, "nested": {"x": [1, 2.5, None]}},
@@ -37,6 +37,17 @@ def test_the_newest_good_ones_and_the_best_survive_the_retention(tmp_path):
     save(store, 6)
     assert sorted(store.entries) == [1, 2, 3, 5, 6]
     assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_0000000{i}" for i in (1, 2, 3, 5, 6)]
+
+
+def test_the_best_of_the_tasks_before_a_change_survives_the_retention(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    for step, score, tasks in ((1, 0.2, "a"), (2, 0.9, "a"), (3, 0.3, "a"), (4, 0.1, "b"), (5, 0.1, "b")):
+        save(store, step, score=score, score_of=tasks)
+    save(store, 6)
+    assert sorted(store.entries) == [2, 5, 6]
+    assert store.best() == 5
+    save(store, 7, score=0.5, score_of=["c"])
+    assert sorted(store.entries) == [5, 7], "two sets of tasks"
 
 
 def test_verdict_and_score_survive_a_restart(tmp_path):
