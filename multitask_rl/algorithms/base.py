@@ -225,5 +225,8 @@ class Algorithm:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
 
+    def forget_costs(self, constraint: str) -> None:
+        """Drop what is on the scale of an earlier rule of ``constraint``: a resume has changed it."""
+
     def forget_rewards(self) -> None:
         """Drop what is on the scale of earlier rewards: a resume has changed the task's rewards."""

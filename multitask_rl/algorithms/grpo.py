@@ -130,6 +130,10 @@ class GRPO(Algorithm):
         for key, saved in state.items():
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)
 
+    def forget_costs(self, constraint: str) -> None:
+        """Measure the scale of its costs anew."""
+        self._scales.pop(f"cost/{constraint}", None)
+
     def forget_rewards(self) -> None:
         """Measure the scale of the rewards anew."""
         self._scales["reward"] = RunningScale()

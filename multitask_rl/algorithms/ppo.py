@@ -142,6 +142,8 @@ class PPO(Algorithm):
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
         # without ``popart``, the head's unit is still that of the targets if a resume has turned it off
         is_popart = (self.config.popart or targets.num_steps > 0) and batch.values.numel() > 0
+        if targets.num_steps == 0 and rewards.std == 0.0:
+            is_popart = False  # all rewards are equal until now: there is no unit to begin with
         if is_popart:  # from the reward's unit to that of the value targets
             if targets.num_steps == 0:  # an untrained head has nothing to preserve: the units are equal
                 targets.update(rewards.mean, rewards.std**2)
@@ -196,5 +198,4 @@ class PPO(Algorithm):
     def forget_rewards(self) -> None:
         """Measure mean and deviation anew; the critic keeps its weights."""
         self._reward_moments = RunningMoments()
-        if self.config.popart:
-            self._value_moments = RunningMoments(self.config.popart_rate)
+        self._value_moments = RunningMoments(self.config.popart_rate)

@@ -83,12 +83,15 @@ class LagrangeMultiplier:
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         own = {"average": self._average, "integral": self._integral, "log_value": self._log_value}
-        return {**own, "value": self.value, "reported": self._reported}
+        return {**own, "value": self.value, "reported": self._reported, "mode": self.config.mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``."""
-        self._average, self._integral = state["average"], state["integral"]
-        self._log_value, self.value, self._reported = state["log_value"], state["value"], state["reported"]
+        """Restore ``state_dict``; lambda goes on from there if ``mode`` or ``max_value`` has changed."""
+        self._average = state["average"]
+        self._integral, self._log_value = state["integral"], state["log_value"]
+        if state.get("mode", self.config.mode) != self.config.mode:
+            self._integral, self._log_value = state["value"], math.log(max(state["value"], _LOG_FLOOR))
+        self.value, self._reported = min(state["value"], self.config.max_value), state["reported"]
 
 
 def _clip(value: float, low: float, high: float) -> float:

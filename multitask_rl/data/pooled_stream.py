@@ -255,13 +255,22 @@ class PooledStream(PromptStream):
         self._pending, self._missed = {}, {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; pools of other rows or of another curriculum start anew."""
+        """Continue from ``state``; pools of other rows, rewards or of another curriculum start anew.
+
+        Of equal rows the one drawn longest ago is still the next of its pool.
+        """
         super().load_state_dict(state)
         saved = state.get("curriculum")
         same_rows = (state["length"], state["fingerprint"]) == (len(self._rows), self._fingerprint)
         own = (self._spec.by, self._spec.pools)
-        if saved is None or not same_rows or (saved["spec"]["by"], saved["spec"]["pools"]) != own:
+        spec = saved.get("spec", {}) if saved else {}
+        if saved is None or not same_rows or (spec.get("by"), spec.get("pools")) != own:
             self._start()
+            if saved and same_rows:
+                last = self._last_draw = {int(index): draw for index, draw in saved["last_draw"].items()}
+                for pool in self._pools.values():
+                    for index in sorted(last.keys() & pool.keys(), key=last.__getitem__):
+                        pool.move_to_end(index)
             logger.warning(
                 "the difficulty pools of task %r start anew: rows, rewards or curriculum changed", self._task
             )

@@ -61,6 +61,9 @@ class Guard:
     def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
         """Record the statistics, by task, of the step that started from the weights of ``step``."""
 
+    def forget_rewards(self, tasks: Collection[str]) -> None:
+        """Drop the training rewards of ``tasks`` so far: a resume has changed them. Default: nothing."""
+
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
     ) -> GuardDecision:

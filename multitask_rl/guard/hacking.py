@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, variance
 from typing import Any
@@ -83,6 +83,11 @@ class StepHistory:
             known = [entry[name] for entry in entries if math.isfinite(entry[name])]
             means[name] = fmean(known) if known else math.nan
         return means
+
+    def forget_rewards(self, tasks: Collection[str]) -> None:
+        """Take the rewards of ``tasks`` as not known: they are of another scale than those to come."""
+        for entry in (entry for task in tasks for entry in self._steps.get(task, ())):
+            entry["reward"] = math.nan
 
     def rewind(self, step: int) -> None:
         """Drop the steps after the weights of ``step``: a rollback has undone them."""

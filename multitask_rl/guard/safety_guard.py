@@ -199,6 +199,12 @@ class SafetyGuard(Guard):
         del self._snapshots[:-_MAX_SNAPSHOTS]
         return replace(decision, events=events)
 
+    def forget_rewards(self, tasks: Collection[str]) -> None:
+        """See ``Guard``."""
+        self._history.forget_rewards(tasks)
+        if tasks:
+            self._hacking.forget()
+
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back."""
         good = [c for c in checkpoints if c.judged_good and 0 <= self._step - c.step <= self.rollback_steps]

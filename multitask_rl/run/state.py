@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
@@ -75,16 +76,27 @@ class RunState:
 
         def load_scheduler(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             former = {new: old for old, new in renamed.items()}
-            redefined = {former.get(name, name): name for name, task in tasks.items() if task.has_new_rewards}
+            metric = scheduler.policy_config.metric_key
+            key = "reward_mean" if metric == REWARD_SCORE else "/".join(metric.split("/")[:2])
+            redefined = {
+                former.get(name, name): name for name, task in tasks.items() if key in task.redefined
+            }
             # levels of other rewards say nothing: the task starts fresh, as one that the checkpoint lacks
             fresh = {old: "" for old, name in redefined.items() if renamed.get(old, name) == name}
             scheduler.load_state_dict(state, {**renamed, **fresh})
             if fresh:  # the guard's factors stay
                 scheduler.set_factors(rename_tasks(state["factors"], renamed, tasks))
 
+        def load_guard(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
+            assert guard is not None
+            guard.load_state_dict(state, renamed)
+            guard.forget_rewards([name for name, task in tasks.items() if task.has_new_rewards])
+
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
 
+        self.has_new_tasks = False
+        """The checkpoint that was restored has other tasks, or other rewards in one of them."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
@@ -92,7 +104,7 @@ class RunState:
             "tasks": _Part(lambda: {n: task.state_dict() for n, task in tasks.items()}, self._load_tasks),
             "scheduler": _Part(scheduler.state_dict, load_scheduler),
             "scorer": _Part(scorer.state_dict, load_scorer),
-            "guard": None if guard is None else _Part(guard.state_dict, guard.load_state_dict),
+            "guard": None if guard is None else _Part(guard.state_dict, load_guard),
             "random": _Part(_random_data, _load_random_data),
         }
         self._tensors = {
@@ -169,7 +181,13 @@ class RunState:
             known = state.get(name) or state.get(task.spec.renamed_from)
             if known is None:
                 logger.info("task %r is new since the checkpoint: it starts fresh", name)
-            task.load_state_dict(known or copy.deepcopy(self._fresh[name]))
+            # first to its beginning: what the checkpoint lacks may be of weights that a rollback discards
+            task.load_state_dict(copy.deepcopy(self._fresh[name]))
+            if known is not None:
+                task.load_state_dict(known)
+        former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
+        is_same = len(state) == len(self._tasks) and not state.keys() - self._tasks.keys() - former
+        self.has_new_tasks = not is_same or any(task.has_new_rewards for task in self._tasks.values())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         found = {f"actor.{n}": p for n, p in self.actor.model.named_parameters()}

@@ -85,6 +85,8 @@ class RunStore:
         except BaseException:
             self.close()
             raise
+        self._owner = output_dir if self._found is None else self._found.path.resolve().parents[1]
+        """The run that made the checkpoint."""
         self.restored: Path | None = None
         """The checkpoint that the run resumed from."""
         self.resumed_at: int | None = None
@@ -194,13 +196,15 @@ class RunStore:
                 self.checkpoints.set_aside_after(-1)
                 set_records_aside(self._output_dir)
             return None
+        # a run that resumes from another run's checkpoint starts records of its own
+        is_own = found.path.resolve().parent == self.checkpoints.directory.resolve()
         changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
         if changed:
             told = ", ".join(f"{key}: {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
-            reason = f"resumed with other settings: {told}"
+            reason = f"{'resumed' if is_own else 'forked'} with other settings: {told}"
             self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
         if is_other:
             reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
@@ -208,8 +212,6 @@ class RunStore:
         if track:
             self.checkpoints.set_aside_after(progress.step)
         logger.info("resumed from %s at step %d", found.path, progress.step)
-        # a run that resumes from another run's checkpoint starts records of its own
-        is_own = found.path.resolve().parent == self.checkpoints.directory.resolve()
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
         if track and is_own:
@@ -221,14 +223,15 @@ class RunStore:
             # a fork begins as any run does: it is evaluated and saved before its first step
             progress.evaluated_at = progress.saved_at = -1
             self.forked = self.checkpoints.read_entry(found.path)
-            if guard is None or is_other or found.state["guard"] is None:
-                self.forked.judged_good = None
+            if guard is None or is_other or found.state["guard"] is None or state.has_new_tasks:
+                self.forked.judged_good = None  # by another guard, or other rewards
         self._found = None
         return None if run_id is None else str(run_id)
 
     def _changed(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, tuple[Any, Any]]:
         """Return the changed settings, without secrets: key -> (before, now)."""
-        old = dict(dotted(self.read_config()))
+        config_before = self.read_config(self._owner)
+        old = dict(dotted(config_before))
         former_names = {name: spec.renamed_from for name, spec in specs.items() if spec.renamed_from}
         for name, former_name in former_names.items():
             start = f"tasks.{former_name}."
@@ -238,15 +241,15 @@ class RunStore:
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
         model = "model.name_or_path"
-        if old.get(model) and Path(str(old[model])).name != Path(str(new[model])).name:
+        if old.get(model) and _model_name(old[model]) != _model_name(new[model]):
             raise ConfigError(
-                f"the run in {str(self._output_dir)!r} was made with {model}={old[model]!r}, and now it is "
+                f"the run in {str(self._owner)!r} was made with {model}={old[model]!r}, and now it is "
                 f"{new[model]!r}: its checkpoints would go on with the former weights. Choose another "
                 "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
                 "another name, correct config.yaml there"
             )
         places = {f"tasks.{name}.source" for name in specs}
-        former = old_tasks if isinstance(old_tasks := self.read_config().get("tasks"), dict) else {}
+        former = old_tasks if isinstance(old_tasks := config_before.get("tasks"), dict) else {}
         tasks = {"tasks": (list(former), list(specs))} if former and former.keys() != specs.keys() else {}
         differing = (key for key, value in new.items() if old.get(key, value) != value)
         changed = (key for key in differing if key not in {*_MAY_DIFFER, *places})
@@ -266,17 +269,18 @@ class RunStore:
             state={**state.state_dict(), **beside},
         )
 
-    def read_config(self) -> dict[str, Any]:
-        """Return the content of ``config.yaml``; nothing if it cannot be read."""
+    def read_config(self, run: Path | None = None) -> dict[str, Any]:
+        """Return ``config.yaml`` of ``run`` (default: this run); nothing if it cannot be read."""
+        file = (run or self._output_dir) / "config.yaml"
         try:
-            value = yaml.load((self._output_dir / "config.yaml").read_text(encoding="utf-8"), Loader=_Loader)
+            value = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
         except (OSError, ValueError, yaml.YAMLError):
             return {}
         return value if isinstance(value, dict) else {}
 
     def recorded_tasks(self) -> Mapping[str, Any]:
-        """Return the tasks of ``config.yaml`` if this run is about to go on from a checkpoint; else none."""
-        tasks = self.read_config().get("tasks") if self._found is not None else None
+        """Return the tasks of the run whose checkpoint this run is about to go on from; else none."""
+        tasks = self.read_config(self._owner).get("tasks") if self._found is not None else None
         return tasks if isinstance(tasks, Mapping) else {}
 
     def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
@@ -311,6 +315,12 @@ def _resolved(config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any
     resolved["tasks"] = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
     plain: dict[str, Any] = redact(json.loads(json.dumps(resolved)))
     return plain
+
+
+def _model_name(name: Any) -> tuple[str, ...]:
+    """Return what tells a model from others wherever its directory lies; a run's checkpoint has the run."""
+    parts = Path(str(name)).parts
+    return parts[-4:] if parts[-3:-2] == ("checkpoints",) else parts[-1:]
 
 
 def _is_change(line: bytes) -> bool:

@@ -69,7 +69,11 @@ class RewardPool:
         self._closing = threading.Event()
         self._cache: OrderedDict[bytes, Result] = OrderedDict()
         self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
-        self._budgets = {name: ErrorBudget(name, config.max_failure_rate) for name in specs}
+        self._budgets = {
+            what: {name: ErrorBudget(name, config.max_failure_rate, what) for name in specs}
+            for what in ("scored", "judged")
+        }
+        """Of rewards and of constraints, by task: a response that is rejected is judged and never scored."""
 
     def start(self) -> None:
         """Find, check and build every plugin, start workers; an unusable one raises as ``find_plugin``."""
@@ -169,21 +173,22 @@ class RewardPool:
 
     def health_events(self, step: int) -> list[Event]:
         """Return the warnings since the last call: error budgets half spent, plugins given a rest."""
-        events = [event for budget in self._budgets.values() for event in budget.events(step)]
+        budgets = [budget for own in self._budgets.values() for budget in own.values()]
+        events = [event for budget in budgets for event in budget.events(step)]
         for lane in self._lanes.values():
             opened, lane.breaker.opened = lane.breaker.opened, []
             events += [Event(step=step, source="rewards", kind="circuit_open", reason=r) for r in opened]
         return events
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the error budgets by task, JSON-able; the cache is not kept: it would only save time."""
-        return {name: budget.state_dict() for name, budget in self._budgets.items()}
+        """Return the error budgets, JSON-able; the cache is not kept: it would only save time."""
+        return {what: {k: own.state_dict() for k, own in by.items()} for what, by in self._budgets.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; tasks it does not know start fresh."""
-        for name, budget in self._budgets.items():
-            if name in state:
-                budget.load_state_dict(state[name])
+        for what, budgets in self._budgets.items():
+            for name in budgets.keys() & state.get(what, {}).keys():
+                budgets[name].load_state_dict(state[what][name])
 
     def close(self) -> None:
         """Stop all workers and threads; open items fail. Idempotent."""
@@ -215,9 +220,9 @@ class RewardPool:
             scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
                 if of_plugins(record):
-                    self._budgets[record.rollout.task].add(record.failure)
+                    self._budgets["scored"][record.rollout.task].add(record.failure)
             for task in {record.rollout.task for record in scored}:
-                self._budgets[task].check()
+                self._budgets["scored"][task].check()
         return scored
 
     def _verdicts(self, asking: Round[Any], indices: Sequence[int]) -> list[Verdicts]:
@@ -227,12 +232,11 @@ class RewardPool:
             for rollout, results in answers:
                 own = {name: r for name, r in results.items() if isinstance(r, (Verdict, Failure))}
                 verdicts.append(own)
-                failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-                # A success is counted once, when the rollout is scored.
-                if failure is not None and asking.only is None:
-                    self._budgets[rollout.task].add(failure)
+                if own and asking.only is None:  # else a part of a response, which is judged again
+                    failure = next((r for r in own.values() if isinstance(r, Failure)), None)
+                    self._budgets["judged"][rollout.task].add(failure)
             for task in {rollout.task for rollout, _ in answers}:
-                self._budgets[task].check()
+                self._budgets["judged"][task].check()
         return verdicts
 
     def _answers(self, asking: Round[Any], indices: Sequence[int]) -> list[tuple[Rollout, dict[str, Result]]]:

@@ -49,10 +49,13 @@ class TaskCounts:
 
 
 class ErrorBudget:
-    """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it."""
+    """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it.
 
-    def __init__(self, task: str, limit: float) -> None:
-        self._task, self._limit = task, limit
+    ``what`` was to be done with them: they were to be ``scored`` by rewards, or ``judged`` by constraints.
+    """
+
+    def __init__(self, task: str, limit: float, what: str = "scored") -> None:
+        self._task, self._limit, self._what = task, limit, what
         self._recent: deque[Failure | None] = deque(maxlen=WINDOW)
         self._warned = False
         self._pending: list[tuple[float, str]] = []
@@ -63,7 +66,7 @@ class ErrorBudget:
         return sum(f is not None for f in self._recent) / max(1, len(self._recent))
 
     def add(self, failure: Failure | None) -> None:
-        """Add one sample, by its failure (None = it was scored)."""
+        """Add one sample, by its failure (None = there was none)."""
         self._recent.append(failure)
 
     def check(self) -> None:
@@ -74,15 +77,15 @@ class ErrorBudget:
         if rate > self._limit:
             raise RewardError(
                 f"task {self._task!r}: {rate:.0%} of its last {len(self._recent)} samples could not be "
-                f"scored, allowed are {self._limit:.0%} (scoring.max_failure_rate). {_report(failures)} "
-                "Failed samples are never counted as 0; mend the plugin or the data (multitask-rl plugins "
-                "check NAME)."
+                f"{self._what}, allowed are {self._limit:.0%} (scoring.max_failure_rate). "
+                f"{_report(failures)} Failed samples are never counted as 0; mend the plugin or the data "
+                "(multitask-rl plugins check NAME)."
             )
         if rate > self._limit / 2 and not self._warned:
             self._warned = True
             reason = (
-                f"{rate:.0%} of the last {len(self._recent)} samples could not be scored; the run stops "
-                f"above {self._limit:.0%}. {_report(failures)}"
+                f"{rate:.0%} of the last {len(self._recent)} samples could not be {self._what}; the run "
+                f"stops above {self._limit:.0%}. {_report(failures)}"
             )
             self._pending.append((rate, reason))
         elif rate <= self._limit / 4:

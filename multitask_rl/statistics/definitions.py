@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ OF_PROMPTS = ("pass@", "maj@")
 """Beginnings of the names of metrics that have a value per prompt, from several responses."""
 _OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
 """Beginnings of the names of metrics of constraints."""
+_PATH = re.compile(r"(\w+:)?(?:/(?!/)|~/|\.\.?/)")
 ENOUGH_EARNED = 64
 """Scored responses after which their best reward stands for the best of the task."""
 
@@ -95,7 +97,7 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
 
     ``definition_of`` finds the one of a metric. ``""``: the primary metric; ``solved``: pass@k, maj@k and
     turnover; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all metrics of
-    constraints. Others (``length``, ``loss``) have no hash.
+    constraints; ``rule/<name>``: the costs of one constraint. Others (``length``, ``loss``) have no hash.
 
     The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
     constraints, as the reward is 1 - cost. All are of the environment and its limits too. If nothing is
@@ -120,6 +122,8 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     found = {f"reward/{r.name or r.plugin}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
     found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
     found["constraint"] = digest(*judges)
+    for c in spec.judged:
+        found[f"rule/{c.name or c.plugin}"] = digest([c.plugin, c.config, c.stream_every])
     name = spec.primary_metric.partition("/")[0]
     parts = list(Path(spec.teacher).parts)
     if not spec.is_scored:  # of a run: its name, "checkpoints", step, "actor"
@@ -155,8 +159,8 @@ def _plain_text(part: Any) -> str:
 
 def _without_directories(value: Any) -> Any:
     if isinstance(value, str):
-        is_path = value.startswith(("/", "./", "../", "~/"))
-        return value.rstrip("/").rpartition("/")[2] if is_path else value
+        path = _PATH.match(value)  # of a plugin as well: ``trl:/there/rewards.py:f``
+        return (path[1] or "") + value.rstrip("/").rpartition("/")[2] if path else value
     if isinstance(value, float) and value.is_integer():
         return int(value)  # 1 and 1.0 are the same setting
     if isinstance(value, Mapping):
@@ -272,7 +276,8 @@ class TaskMetrics:
         # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]
         numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
-        judged = [s for s in scored if s.rollout.verdicts and not _has_failed(s)]
+        # a reward that failed changes nothing about the verdicts
+        judged = [s for s in scored if s.rollout.verdicts and s.rollout.failure is None]
         costs: dict[str, list[float | None]] = {"cost": [s.cost if s.concerned else None for s in judged]}
         for name in dict.fromkeys(name for s in judged for name in s.rollout.verdicts):
             costs[f"cost/{name}"] = [concerned_cost(s, name) for s in judged]
@@ -284,7 +289,8 @@ class TaskMetrics:
         # before the constraint intervenes: the actor's own behaviour
         first = [s for s in judged if s.rollout.attempt == 0]
         numbers["violation_rate"] = _BAD_RATE, first, [_violates(s) for s in first]
-        numbers["served_violation_rate"] = _BAD_RATE, ends, [_violates(s) for s in ends]
+        shown = [s for s in final if s.rollout.failure is None]
+        numbers["served_violation_rate"] = _BAD_RATE, shown, [_violates(s) for s in shown]
         if held_out:
             numbers |= self._of_prompts(final)
         keep = _groups(final) if held_out else ()
@@ -469,7 +475,7 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
     """
     final = served(scored)
     population = final if of_served else [s for s in scored if s.rollout.attempt == 0]
-    own = [s for s in population if not _has_failed(s)]
+    own = [s for s in population if s.rollout.failure is None]
     return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
 
 

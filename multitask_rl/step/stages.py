@@ -533,8 +533,13 @@ class ConstraintStage(StreamingStage):
 
 
 def _with_verdicts(rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
-    # the verdict that ended a response stands, even if a random judge now gives another
     verdicts = {**judged_whole, **rollout.verdicts}
+    for name, ended in rollout.verdicts.items():
+        # of an episode the worst answer counts; about the one that was ended the first verdict stands, even
+        # if a random judge now gives another
+        worst = judged_whole.get(name)
+        if isinstance(worst, Verdict) and isinstance(ended, Verdict) and worst.turn != ended.turn:
+            verdicts[name] = max(ended, worst, key=lambda verdict: verdict.cost)
     failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
     return replace(rollout, verdicts=verdicts, failure=rollout.failure or failed)
 
@@ -696,7 +701,8 @@ class RewardBatch:
 class RewardStage(StreamingStage):
     """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs.
 
-    A task that has constraints and no reward is rewarded with ``1 - cost``.
+    A task that has constraints and no reward is rewarded with 1 - the highest of their costs; a response that
+    concerns none of them has no reward.
     """
 
     name = "rewards"
@@ -755,7 +761,8 @@ class RewardStage(StreamingStage):
         if scored.reward is None:
             return scored
         if not spec.rewards:
-            return replace(scored, reward=1.0 - cost)
+            worst = max((cost for own in costs.values() for cost in own), default=math.nan)
+            return replace(scored, reward=None if math.isnan(worst) else 1.0 - worst)
         penalty = math.fsum(weight * value for weight, value in penalties if not math.isnan(value))
         return replace(scored, reward=scored.reward + penalty, terms=[*scored.terms, *penalties])
 

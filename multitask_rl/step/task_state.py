@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -68,8 +68,8 @@ class TaskState:
     max_prompt_tokens: int = 0
     """0 = no limit."""
     anchor: AnchorState = field(default_factory=AnchorState)
-    has_new_rewards: bool = False
-    """The checkpoint that was restored is of other rewards."""
+    redefined: Collection[str] = ()
+    """Keys of ``definitions`` that the checkpoint that was restored defined otherwise."""
     warnings: list[str] = field(default_factory=list)
     """Of the step; they become events."""
     num_overlong: int = 0
@@ -93,6 +93,11 @@ class TaskState:
         else:
             self.eval_rows = list(self.held_out)
 
+    @property
+    def has_new_rewards(self) -> bool:
+        """Whether the checkpoint that was restored is of other rewards."""
+        return "reward_mean" in self.redefined
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that changes, as JSON data."""
         return {
@@ -114,8 +119,9 @@ class TaskState:
         name, kind = self.spec.name, state.get("type", self.spec.type)
         saved_own = state.get("definitions", {})
         new = {k for k, own in definitions(self.spec).items() if are_different(own, saved_own.get(k, ""))}
-        new -= {"constraint", "solved"}
-        self.has_new_rewards = "reward_mean" in new
+        new_rules = {rule for _, is_rule, rule in (key.partition("rule/") for key in new) if is_rule}
+        new -= {"constraint", "solved", *(f"rule/{rule}" for rule in new_rules)}
+        self.redefined = new
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
         else:
@@ -128,14 +134,21 @@ class TaskState:
                 name,
             )
             self.algorithm.forget_rewards()
-            if stream and self.spec.curriculum.by:
-                stream = {**stream, "curriculum": None}
+            if stream and stream.get("curriculum"):
+                stream = {**stream, "curriculum": {"last_draw": stream["curriculum"]["last_draw"]}}
         self.kl.load_state_dict(state["kl"])
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
         if beta != saved:
             logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
         for constraint, multiplier in self.multipliers.items():
-            if constraint in state.get("multipliers", {}):
+            if constraint in new_rules:
+                self.algorithm.forget_costs(constraint)
+                logger.warning(
+                    "task %r: the constraint %r is of another rule than before: its multiplier starts fresh",
+                    name,
+                    constraint,
+                )
+            elif constraint in state.get("multipliers", {}):
                 multiplier.load_state_dict(state["multipliers"][constraint])
         if self.stream and stream:
             self.stream.load_state_dict(stream)

@@ -54,9 +54,7 @@ class Critic(nn.Module):
         for task in tasks:
             key = self._keys.setdefault(task, _key(task))
             if key not in self.heads:
-                head = nn.Linear(width, 1, dtype=torch.float32)
-                nn.init.zeros_(head.weight)
-                nn.init.zeros_(head.bias)
+                head = nn.Linear(width, 1, dtype=torch.float32).apply(_begin_anew)
                 self.heads[key] = head.to(self.device)
 
     def _load_trunk(self, actor: Actor) -> PreTrainedModel:
@@ -124,13 +122,20 @@ class Critic(nn.Module):
         return dict(kept.values())
 
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``tensors``; ``renamed``: task, old -> new. Heads of new tasks keep their start."""
+        """Restore ``tensors``; ``renamed``: task, old -> new. Heads that they lack begin anew."""
         own = self.state_dict()
         with torch.no_grad():
+            self.heads.apply(_begin_anew)
             for name, value in tensors.items():
                 target = rename_head(name, renamed or {})
                 if target in own:
                     own[target].copy_(value)
+
+
+def _begin_anew(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.weight)
+        nn.init.zeros_(module.bias)
 
 
 def rename_head(name: str, renamed: Mapping[str, str]) -> str:

@@ -8,14 +8,15 @@ from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.records import NOT_APPLICABLE, RewardResult, Rollout, Score
+from multitask_rl.records import FLAGGED, NOT_APPLICABLE, RewardResult, Rollout, Score
 
 
 class EnvironmentReward:
     """The sum of what the steps and the end of an episode gave.
 
     Rewards by name are components; their sum is the value, or the one called ``key``. An episode that the
-    environment left unscored (None) has no value: it counts in no mean and is not 0.
+    environment left unscored (None) has no value: it counts in no mean and is not 0. An episode that a
+    constraint ended (``stream_every``) before the environment gave anything has 0: the actor ended it so.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(isolate=False)
@@ -32,15 +33,16 @@ class EnvironmentReward:
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one value per episode."""
-        return [self._score_one(rollout.earned) for rollout in rollouts]
+        return [self._score_one(rollout.earned, rollout.finish_reason) for rollout in rollouts]
 
-    def _score_one(self, earned: float | Mapping[str, float] | None) -> RewardResult:
+    def _score_one(self, earned: float | Mapping[str, float] | None, reason: str) -> RewardResult:
+        nothing = Score(value=0.0) if reason == FLAGGED else NOT_APPLICABLE
         if earned is None:
-            return NOT_APPLICABLE
+            return nothing
         if not isinstance(earned, Mapping):
             return Score(value=float(earned))
         if not self.config.key:
             return Score(value=float(sum(earned.values())), components=dict(earned))
         if self.config.key not in earned:
-            return NOT_APPLICABLE
+            return nothing
         return Score(value=float(earned[self.config.key]), components=dict(earned))

@@ -1,9 +1,11 @@
 """Features that are right alone, together: what a reader of the whole found."""
 
 import json
+import shutil
 from dataclasses import replace
 from types import MappingProxyType, SimpleNamespace
 
+import numpy as np
 import pytest
 
 from multitask_rl.algorithms.distill import Distill
@@ -27,6 +29,7 @@ tasks:
   copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}
 """
 DIGIT = "  digit: {type: grpo, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"
+SCALED = COPY.replace("[rewards.py:starts_right]", "[{plugin: rewards.py:starts_right, weight: 0.2}]")
 SMALL = {
     "batch": BatchConfig(prompts_per_step=4, group_size=2),
     "eval": EvalConfig(every=2, num_prompts=6),
@@ -93,6 +96,78 @@ def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_re
         assert entries[2].score is not None
         if guard is not None:
             assert guard.judged == judged
+
+
+def test_a_fork_with_other_rewards_or_tasks_is_judged_anew_and_says_what_differs(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 2, **SMALL))
+    trainer.add_guard(Once())
+    trainer.train()
+    found = str(tmp_path / "out/checkpoints/step_00000002")
+    sizes = {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
+    for name, text in (
+        ("scaled", SCALED),
+        ("more", COPY + DIGIT),
+        ("fewer", COPY.replace("copy:", "other:")),
+    ):
+        (tmp_path / "tasks.yaml").write_text(text)
+        fork = Trainer.from_config(run_config(tmp_path, name, 3, **sizes))
+        fork.add_guard(Once())
+        fork.train()
+        assert fork.guard.judged == [0, 2, 2, 3], "step 2 by the checkpoint's guard, and anew"
+        (event,) = [json.loads(e) for e in lines(tmp_path / name, "events.jsonl") if '"changed"' in e]
+        assert event["reason"].startswith("forked with other settings: tasks")
+    config = run_config(tmp_path, "other_model", 3, **sizes)
+    other = tmp_path / "another"
+    shutil.copytree(config.model.name_or_path, other)
+    with pytest.raises(
+        ConfigError, match=r"was made with model\.name_or_path=.* would go on with the former"
+    ):
+        train(replace(config, model=replace(config.model, name_or_path=str(other))))
+
+
+CHANGED = """
+  quark: {type: TYPE, dataset: digit.jsonl, rewards: [rewards.py:is_short]}
+  held: {dataset: digit.jsonl, rewards: [rewards.py:is_short]CONSTRAINT}
+  valued: {type: VALUED, dataset: digit.jsonl, rewards: [rewards.py:is_short], kl: {KL, target: 0.1}}
+"""
+
+
+def test_a_rollback_past_a_resume_keeps_nothing_of_the_steps_that_it_undoes(tmp_path):
+    """The resume changed types, added a constraint and set another KL coefficient."""
+    before = {"TYPE": "grpo", "VALUED": "grpo", "KL,": "coefficient: 0.01,", "CONSTRAINT": ""}
+    after = {"TYPE": "reward_conditioned", "VALUED": "ppo", "KL,": "coefficient: 0.5,"}
+    after["CONSTRAINT"] = ", constraints: [{plugin: rewards.py:starts_right, mode: lagrangian, limit: 0}]"
+
+    def opened(changes, steps):
+        text = CHANGED
+        for key, value in changes.items():
+            text = text.replace(key, value)
+        write_run(tmp_path, COPY + text, num_rows=60)
+        config = run_config(tmp_path, "out", steps, batch=BatchConfig(prompts_per_step=8, group_size=4))
+        return Trainer.from_config(replace(config, checkpoint=CheckpointConfig(every=2, keep=9)))
+
+    def state(trainer):
+        tasks = {name: task.state_dict() for name, task in trainer.tasks.items()}
+        return tasks, {name: value.tolist() for name, value in trainer.critic.tensors().items()}
+
+    with opened(before, 2) as first:
+        first.train()
+    with opened(after, 6) as trainer:
+        trainer.train_step()
+        restore, load = trainer.parts.state.restore, trainer.parts.store.checkpoints.load
+        checkpoint, own = load(tmp_path / "out/checkpoints/step_00000002"), ["scorer", "guard"]
+        restore(checkpoint, without=own)
+        fresh, critic = state(trainer)
+        assert fresh["quark"]["algorithm"]["buffer"] == []
+        assert [m["value"] for m in fresh["held"]["multipliers"].values()] == [0.0]
+        assert fresh["valued"]["kl"]["coefficient"] == 0.5
+        assert not any(value for tensor in critic.values() for value in np.ravel(tensor))
+        for _ in range(3):
+            trainer.train_step()
+        assert state(trainer)[0]["quark"]["algorithm"]["buffer"]
+        restore(checkpoint, without=own)
+        assert state(trainer) == (fresh, critic)
 
 
 def test_a_task_whose_world_always_fails_ends_the_run_as_failing_rewards_do(tmp_path):
@@ -284,9 +359,6 @@ def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path
     assert len(asked[0]) == 6
 
 
-SCALED = COPY.replace("[rewards.py:starts_right]", "[{plugin: rewards.py:starts_right, weight: 0.2}]")
-
-
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
     """A resume scales the reward: no fall for the guard, nothing for ``report`` or ``compare``."""
     anchor = "  kept: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:is_short], solved_at: 0.1}\n"
@@ -319,7 +391,7 @@ def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read
     assert "has not one definition of 'reward' in" in capsys.readouterr().err
 
 
-def test_the_rates_of_two_rules_are_not_compared(tmp_path, capsys):
+def test_the_rates_of_two_rules_are_not_compared(tmp_path, capsys, caplog):
     """A resume gives a constraint another rule; the reward stays the same."""
     judged = COPY.replace("]}", "], constraints: [{plugin: rewards.py:RULE, name: rule, limit: 0.5, %s}]}")
     judged %= "mode: lagrangian"
@@ -332,6 +404,8 @@ def test_the_rates_of_two_rules_are_not_compared(tmp_path, capsys):
         assert main(["report", str(tmp_path / "out"), "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["result"]
         rows += shown["constraints"]
+        told = caplog.text.count("the constraint 'rule' is of another rule than before")
+        assert told == (steps > 2), "its multiplier starts fresh once"
     history = [json.loads(line) for line in lines(tmp_path / "out", "evaluations.jsonl")]
     rates = {e["step"]: e["metrics"]["constraint/rule/violation_rate"]["mean"] for e in history}
     assert [row["violation_rate"] for row in rows] == [rates[2], rates[4], rates[6]]
@@ -339,12 +413,22 @@ def test_the_rates_of_two_rules_are_not_compared(tmp_path, capsys):
     assert shown["tasks"]["copy"]["steps"] == [0, 6], "the reward is the same"
 
 
+FOREIGN = (("trl:", "a/r.py:f"), ("trl:", "b/r.py:f"), ("trl:", "a/r.py:g"), ("", "a/r.py:f"))
+
+
 def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_only_its_reward(tmp_path):
     def found(
-        primary="reward", weight=1.0, more=(), order=1, constraints=(), task=MappingProxyType({}), **config
+        plugin="rm_hf",
+        primary="reward",
+        weight=1.0,
+        more=(),
+        order=1,
+        constraints=(),
+        task=MappingProxyType({}),
+        **config,
     ):
         rewards = [
-            {"plugin": "rm_hf", "weight": weight, "config": {"model": "/a b/rm", **config}},
+            {"plugin": plugin, "name": "rm_hf", "weight": weight, "config": {"model": "/a b/rm", **config}},
             {"plugin": "length", "weight": 0.1},
             *more,
         ]
@@ -363,8 +447,8 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
     assert found() == found(more=[{"plugin": "format", "weight": 0, "config": {"pattern": "a"}}]), (
         "a metric only"
     )
-    assert found("rm_hf") == found("rm_hf", weight=0.5)
-    assert found("rm_hf") != found("rm_hf", batch_size=3)
+    assert found(primary="rm_hf") == found(primary="rm_hf", weight=0.5)
+    assert found(primary="rm_hf") != found(primary="rm_hf", batch_size=3)
     taught = {"type": "distill", "teacher": "/runs/a/checkpoints/step_1/actor"}
     assert found(task=taught) == found(task={**taught, "teacher": "/runs/b/checkpoints/step_1/actor"})
 
@@ -380,6 +464,12 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
     assert taught_by("/runs/a/checkpoints/step_1/actor") != taught_by("/runs/b/checkpoints/step_1/actor")
     assert taught_by("/here/teacher") == taught_by("/moved/to/there/teacher")
     assert found(threshold=1) == found(threshold=1.0)
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "r.py").write_text("def f(completions, **_): ...\n\n\ng = f\n")
+    foreign = [found(f"{kind}{tmp_path}/{file}") for kind, file in FOREIGN]
+    assert foreign[0] == foreign[1]
+    assert len(set(foreign)) == 3
 
     def solved(**keys):
         spec = {"rewards": ["length"], "dataset": str(rows), **keys}

@@ -60,7 +60,7 @@ from multitask_rl.plugins import build_plugin
         (LoraConfig, "alpha", 0.0, "LoraConfig.alpha must be > 0, got 0.0"),
         (LoraConfig, "dropout", 1.0, "LoraConfig.dropout must be in [0, 1), got 1.0"),
         (TrackingConfig, "store_rollouts", -2, "TrackingConfig.store_rollouts must be >= -1, got -2"),
-        (RayConfig, "gpus_per_engine", -1.0, "RayConfig.gpus_per_engine must be >= 0, got -1.0"),
+        (RayConfig, "gpus_per_engine", -2.0, "RayConfig.gpus_per_engine must be >= -1, got -2.0"),
         (RunConfig, "num_threads", -1, "RunConfig.num_threads must be >= 0, got -1"),
     ],
 )

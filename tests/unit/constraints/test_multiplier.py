@@ -131,3 +131,19 @@ def test_it_starts_where_it_is_told_and_forgets_it(mode: str) -> None:
 def test_a_limit_that_is_no_rate_is_refused() -> None:
     with pytest.raises(ValueError, match="limit"):
         LagrangeMultiplier(limit=5.0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("pid", "log"), ("log", "pid")])
+def test_lambda_goes_on_from_where_it_was_under_another_mode(before: str, after: str) -> None:
+    first = _build(before, limit=0.1)
+    _drive(first, [0.9] * 60)
+    state = json.loads(json.dumps(first.state_dict()))
+    second = _build(after, limit=0.1)
+    second.load_state_dict(state)
+    assert second.value == first.value > 1.0
+    aim = second.config.setpoint * second.limit
+    _drive(second, [aim])
+    assert second.value == pytest.approx(first.value, rel=0.5)
+    bounded = _build(before, limit=0.1, max_value=0.5)
+    bounded.load_state_dict(state)
+    assert bounded.value == 0.5

@@ -314,3 +314,16 @@ def test_mastery_takes_fewer_prompts_than_drawing_uniformly() -> None:
         ratios = [a / b for a, b in zip(ours, uniform, strict=True)]
         assert max(ratios) < 0.9, "on every seed"
         assert mean(ratios) < most
+
+
+@pytest.mark.parametrize("spec", [BY_LEVEL, BY_RATE])
+def test_after_a_change_of_rewards_no_row_comes_again_before_the_others(spec: CurriculumSpec) -> None:
+    first = stream(spec)
+    drawn, _ = play(first, 4)
+    state = json.loads(json.dumps(first.state_dict()))
+    state["curriculum"] = {"last_draw": state["curriculum"]["last_draw"]}
+    second = stream(spec)
+    second.load_state_dict(state)
+    more = [row for _, row in second.next(16)]
+    assert not {row["id"] for row in drawn} & {row["id"] for row in more}
+    assert not [name for name in second.metrics() if "pass_rate" in name], "the new rewards are not known"

@@ -135,3 +135,14 @@ def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() 
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
     assert history.find_culprit("math", since=0) == "chat"
+
+
+def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
+    history = StepHistory(50)
+    for step in range(30):
+        if step == 15:  # a resume that triples the reward's weight
+            history.forget_rewards(["math"])
+        math_task = TaskStats(task="math", num_prompts=8, num_informative=2, reward_mean=0.4 + (step >= 15))
+        chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
+        history.record(step, {"math": math_task, "chat": chat})
+    assert history.find_culprit("math", since=0) == "chat"

@@ -48,7 +48,8 @@ def test_each_gpu_has_its_memory_and_without_a_package_for_it_no_utilization(mon
             raise ModuleNotFoundError("pynvml")
         return 40
 
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: device < 2)  # the third is not used here
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3_000_000, 4_000_000))
     monkeypatch.setattr("torch.cuda.utilization", lacks)
     found = {name: value for name, value in SystemUse().numbers().items() if "gpu" in name}

@@ -463,6 +463,15 @@ def test_error_budget_warns_at_half_and_stops_above(open_pool: Open) -> None:
         pool.score(of("raises", *["bad"] * 20))
 
 
+def test_failures_of_constraints_are_counted_among_what_constraints_judged(open_pool: Open) -> None:
+    pool = open_pool("length", constraints=("raises",), max_failure_rate=0.4)
+    pool.judge(of("length", *["bad"] * 20, *["a"] * 180))  # at once, before any is scored
+    pool.score(of("length", *["a"] * 10))  # the others were rejected
+    assert pool.health_events(0) == []
+    with pytest.raises(RewardError, match=r"task 'length': 50% of its last 200 samples could not be judged"):
+        pool.judge(of("length", *["bad"] * 100))
+
+
 def test_metrics_count_failures_by_kind_once(open_pool: Open) -> None:
     pool = open_pool("raises", "length")
     pool.score([*of("raises", "a", "bad", "a", "a"), *of("length", "abc")])

@@ -227,3 +227,23 @@ def test_a_rank_that_owns_the_head_follows_its_rescaling():
             torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
     finally:
         group.backend.close()
+
+
+@pytest.mark.parametrize(("popart", "scale"), [(True, 0.0), (False, 1.0)])
+def test_other_rewards_at_a_resume_do_not_rescale_the_head(popart: bool, scale: float) -> None:
+    """Not even if the first rewards are all equal, or ``popart`` is turned off at once."""
+    bench = Bench()
+    for update in range(4):
+        bench.step(scale=500.0, drift=float(update))
+    before = bench.values()
+    resumed = PPO(PPO.Config(popart=popart))
+    resumed.load_state_dict(json.loads(json.dumps(bench.algorithms["a"].state_dict())))
+    resumed.forget_rewards()
+    bench.algorithms["a"] = resumed
+    task = LearnerTask(spec=TaskSpec(name="a"), algorithm=resumed, kl_coefficient=0.0)
+    credit = CreditAssigner(bench.learner.backend, {"a": task}, many_updates=False)
+    samples = [s for s in bench.samples(scale=1.0, drift=4.0) if s.task == "a"]
+    if not scale:
+        samples = [replace(s, reward=0.0) for s in samples]
+    credit.credit(samples)
+    torch.testing.assert_close(bench.values(), before, rtol=1e-6, atol=1e-6)
