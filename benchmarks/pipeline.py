@@ -10,9 +10,9 @@ with the same rollouts. ``growth``: seconds per step as tasks go from 1 to 16 at
 rollouts go from 64 to 4096.
 
 All runs of a part live in this process and take turns, a block of steps each, so that other load on the
-machine falls on all alike. A block begins and ends with nothing under way, as between two checkpoints: one
-step in each has no overlap. Figures are medians over the measured blocks; ratios are medians of the ratios
-turn by turn.
+machine falls on all alike; with vLLM, of which a process has one engine, they follow each other. A block
+begins and ends with nothing under way, as between two checkpoints: one step in each has no overlap. Figures
+are medians over the measured blocks; ratios are medians of the ratios turn by turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +166,18 @@ def take_turns(runs: list[Run], steps: int, turns: int) -> None:
         run.trainer._close("finished")
 
 
+def play(makes: Sequence[Callable[[], Run]], args: argparse.Namespace) -> list[Run]:
+    """Return the runs after their blocks. A process has one vLLM engine, so its runs follow each other."""
+    if args.engine == "hf":
+        take_turns(runs := [make() for make in makes], args.block, args.turns)
+        return runs
+    runs = []
+    for make in makes:
+        runs.append(make())
+        take_turns(runs[-1:], args.block, args.turns)
+    return runs
+
+
 def ratio(numerator: list[list[float]], denominator: list[float]) -> float:
     """Return the median over the turns of (sum of the runs' seconds) / (the run's seconds)."""
     turns = zip(zip(*numerator, strict=True), denominator, strict=True)
@@ -175,14 +189,13 @@ def measure_rewards(folder: Path, model: Path, args: argparse.Namespace) -> dict
     tasks = {kind: kind for kind in KINDS}
     result: dict[str, Any] = {}
     for delay in args.delays:
-        runs = [
-            build(
-                folder / f"{delay:g}-{s}", model, tasks, args,
+        runs = play([
+            partial(
+                build, folder / f"{delay:g}-{s}", model, tasks, args,
                 name=f"max_staleness {s}", prompts=args.prompts, delay=delay, staleness=s,
             )
             for s in args.staleness
-        ]  # fmt: skip
-        take_turns(runs, args.block, args.turns)
+        ], args)  # fmt: skip
         result[f"{delay:g} s"] = {
             **{run.name: run.figures(args.block) for run in runs},
             "ratios": {run.name: ratio([runs[0].blocks], run.blocks) for run in runs[1:]},

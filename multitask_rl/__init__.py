@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from multitask_rl.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from multitask_rl.api.adapters import HfModelAdapter, VLLMActorModel, vLLMAdapter
+    from multitask_rl.api.adapters import HfModelAdapter, VLLMActorModel, get_actor_critic, vLLMAdapter
     from multitask_rl.api.chunked_generator import ChunkedGenerator
     from multitask_rl.api.rl_trainer import PPOTrainer, RLTrainer
     from multitask_rl.api.role_updater import PPORoleUpdater
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from multitask_rl.guard.safety_guard import SafetyGuard
     from multitask_rl.step.flow import DataFlow, Stage
     from multitask_rl.trainer import Trainer
-    from multitask_rl.training.critic import get_actor_critic
 
 __version__ = "0.1.0"
 
@@ -55,7 +54,7 @@ __getattr__, __dir__ = lazy_names(
         "Stage": "multitask_rl.step.flow",
         "Trainer": "multitask_rl.trainer",
         "VLLMActorModel": "multitask_rl.api.adapters",
-        "get_actor_critic": "multitask_rl.training.critic",
+        "get_actor_critic": "multitask_rl.api.adapters",
         "get_dataloader": "multitask_rl.data",
         "vLLMAdapter": "multitask_rl.api.adapters",
     },

@@ -1,4 +1,4 @@
-"""Models and engines of one's own as actor and rollout engine."""
+"""The actor and critic of a name; models and engines of one's own as actor and rollout engine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -17,9 +18,53 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import Generation, GenerationRequest, push_weights
 from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.seeding import derive_seed
+from multitask_rl.training.backends.build import serve_torchrun_rank
+from multitask_rl.training.critic import Critic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def get_actor_critic(
+    model_name: str | PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    use_vllm: bool = False,
+    device_map: Mapping[str, str] | None = None,
+    critic_trunk: str = "actor",
+    seed: int = 0,
+    **model_config: Any,
+) -> tuple[Actor, Critic]:
+    """Return the shared actor and the critic; the trainer adds a head per task that needs one.
+
+    Args:
+        model_name: directory or Hugging Face id of a causal language model, or a model that is loaded.
+        tokenizer: default: the model's own.
+        use_vllm: sample with the vLLM engine instead of the Hugging Face one.
+        device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
+        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (on a copy's).
+        seed: of the run; adapters start at random.
+        model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
+
+    Raises:
+        ConfigError: the model or a device does not exist, roles overlap, or a key is unknown.
+    """
+    serve_torchrun_rank()  # before a model loads: a process of torchrun that is no trainer needs none
+    devices = resolve_devices(dict(device_map or {}))
+    name = model_name if isinstance(model_name, str) else ""
+    try:
+        config = ModelConfig(name_or_path=name, **model_config)
+    except TypeError as error:
+        raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
+    if isinstance(model_name, str):
+        actor = load_actor(config, devices.get("actor", ""), seed, tokenizer)
+    else:
+        actor = make_actor(model_name, tokenizer, config, seed)
+        actor.model.to(devices.get("actor", actor.device))
+    actor.engine = "vllm" if use_vllm else ""
+    actor.device_map = dict(device_map or {})
+    trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
+    return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))
 
 
 class HfModelAdapter(Actor):
@@ -73,6 +118,7 @@ class VLLMActorModel(Actor):
         device: str = "",
         **model_config: Any,
     ) -> None:
+        serve_torchrun_rank()
         given = {"name_or_path": model_name, **model_config}
         made = load_actor(build_dataclass(ModelConfig, given, Where(path=("VLLMActorModel",))), device)
         super().__init__(made.model, made.tokenizer, made.config)

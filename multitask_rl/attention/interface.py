@@ -1,4 +1,4 @@
-"""``transformers``' attention interface: every other module of this room registers one function under a name.
+"""``transformers``' attention interface: each other module of this package registers a function under a name.
 
 ``use_attention`` lets models attend by a name; no model code is replaced.
 """

@@ -355,8 +355,8 @@ class RayEngine(RolloutEngine):
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Put ``weights`` into the object store once, bucket by bucket; every replica reads them there.
 
-        Replicas that have been started since the last update join. One that takes much longer than the others
-        joins when it has the weights.
+        Replicas that are not there are started; those started since the last update join. One that takes much
+        longer than the others joins when it has the weights.
         """
         group = self._open()
         self._set_weights(weights, policy_version)

@@ -43,7 +43,7 @@ _MOST_CHARACTERS = 30
 
 @dataclass(slots=True)
 class ActorCall:
-    """A call that has not returned, as ``ActorGroup.first`` waits for it."""
+    """A call to an actor that has not returned."""
 
     index: int
     """Of the actor."""
@@ -56,7 +56,7 @@ class ActorCall:
     looked_at: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
-        """Add the time since the last look. A pause of this process itself is not the actor's silence."""
+        """Add the seconds since the last look to ``silent_s``, at most 2: this process may have paused."""
         now = time.monotonic()
         self.silent_s += min(now - self.looked_at, 2 * _LOOK_EVERY_S)
         self.looked_at = now
@@ -348,9 +348,10 @@ class ActorGroup:
         return len(self._actors)
 
     def replace(self, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
-        """Start the actor ``index``, again if it was; it runs the calls in ``begin`` before any other.
+        """Start the actor ``index``, which is killed first if it is there.
 
-        If one of them fails, the actor is dead. Without room in the cluster it starts when there is some.
+        It runs the calls in ``begin`` before others; if one of them fails, it is dead. Without room in the
+        cluster it starts when there is some.
         """
         self.kill(index)
         self._actors[index] = self._host.remote(self._make, index, begin)
@@ -411,7 +412,10 @@ class ActorGroup:
         return calls.pop(reference).index, result, has_died
 
     def poll(self, calls: Mapping[Any, ActorCall], within: float) -> tuple[Any, Any, bool] | None:
-        """Return as ``first``, with the call's reference for its actor; None after ``within`` seconds."""
+        """Return reference, result and whether the actor died, of one call that is done.
+
+        ``calls`` stays as it is. None after ``within`` seconds.
+        """
         import ray
 
         until = time.monotonic() + within

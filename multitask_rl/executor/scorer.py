@@ -1,7 +1,8 @@
 """Reward pools as Ray actors behind the interface of the local one.
 
-Rollouts are dealt out to the pools when they are there. A reward reads one rollout at a time, so the results
-do not depend on the pool. A pool that dies is restarted once and its share is repeated.
+A rollout goes to a pool when it is complete, by its place in the batch, so that rewards see the same batches
+again. A pool that dies is started again and its share is repeated; if it dies again in that call, the run
+ends.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _PoolActor:
 class DealtRound(Generic[T]):
     """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
-    ``again`` asks all actors about rollouts at once: those of an actor that died. The answers are waited for
+    ``again`` scores the rollouts of an actor that died once more, on all actors. The answers are waited for
     in ``background``.
     """
 

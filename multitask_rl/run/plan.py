@@ -111,7 +111,7 @@ class RunPlan:
         return is_needed and self.engine_class.shares_weights and self.config.executor == "local"
 
     def describe(self) -> str:
-        """Return the resolved arithmetic of a step, as text."""
+        """Return the tasks, prompts and updates of a step, as text."""
         batch = self.config.batch
         lines = [
             f"{len(self.trained)} tasks trained, {len(self.specs) - len(self.trained)} evaluated only; "

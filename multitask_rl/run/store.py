@@ -49,7 +49,8 @@ _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.
 class RunStore:
     """Checkpoints of one run and the reference policy beside them.
 
-    With ``track`` the run locks the directory and writes to it; otherwise it only reads.
+    With ``track`` the run locks the directory and writes to it; otherwise it only reads, but makes
+    ``checkpoints/``.
 
     Raises:
         ConfigError: another process trains into the directory.

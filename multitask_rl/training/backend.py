@@ -180,7 +180,7 @@ class TrainingBackend:
     """
 
     runner: ModelRunner
-    """The models in this process. Of an actor with ``parts`` it has the shapes, and adapters."""
+    """The models in this process. If the actor has ``parts``, its weights here are NaN, but adapters."""
     optimizer: ActorCriticOptimizer
     """Of the parameters in ``runner``."""
 
@@ -215,7 +215,7 @@ class TrainingBackend:
 
     @classmethod
     def learner_bytes(cls, config: RunConfig, trainable: int, whole: Mapping[str, float]) -> dict[str, float]:
-        """Return by part the bytes of gradients and optimizer that a process has; ``doctor`` shows them.
+        """Return the bytes of gradients and optimizer in a process, by name; ``doctor`` shows them.
 
         Args:
             config: of the run.
@@ -227,7 +227,7 @@ class TrainingBackend:
 
     @classmethod
     def has_parts(cls, config: RunConfig) -> bool:
-        """Whether ``runner.actor.parts`` brings the weights (``WeightParts``): they are not in ``runner``."""
+        """Whether whole weights are read from ``runner.actor.parts``, not from the model in ``runner``."""
         return cls.num_parts(config) > 1
 
     @classmethod
@@ -266,7 +266,7 @@ class TrainingBackend:
         return self.runner.score_texts(samples, with_kl=with_kl, task=task)
 
     def gather_weights(self) -> None:
-        """Copy adapters of which other processes have moved parts in the last step into ``runner``."""
+        """Copy adapters that other processes changed in the last step into ``runner``."""
 
     def ema_update(self) -> None:
         """Move the reference one update towards the actor; a fixed reference stays."""

@@ -5,20 +5,19 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import DTYPES, Actor, learning, load_actor, make_actor
+from multitask_rl.models.actor import DTYPES, Actor, learning, load_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
 class Critic(nn.Module):
@@ -150,44 +149,3 @@ def rename_head(name: str, renamed: Mapping[str, str]) -> str:
 def _key(task: str) -> str:
     """Return the name of a task's head: a ``ModuleDict`` key has no dot and is no name of its methods."""
     return f"task_{task.replace('.', '_dot_')}"
-
-
-def get_actor_critic(
-    model_name: str | PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    use_vllm: bool = False,
-    device_map: Mapping[str, str] | None = None,
-    critic_trunk: str = "actor",
-    seed: int = 0,
-    **model_config: Any,
-) -> tuple[Actor, Critic]:
-    """Return the shared actor and the critic; the trainer adds a head per task that needs one.
-
-    Args:
-        model_name: directory or Hugging Face id of a causal language model, or a model that is loaded.
-        tokenizer: default: the model's own.
-        use_vllm: sample with the vLLM engine instead of the Hugging Face one.
-        device_map: ``{"actor": "cuda:0", "critic": "cuda:1"}``; default: cuda if there is one, else cpu.
-        critic_trunk: ``actor`` (heads on the actor's hidden state) or ``separate`` (on a copy's).
-        seed: of the run; adapters start at random.
-        model_config: further keys of ``ModelConfig`` (``dtype``, ``gradient_checkpointing``, ...).
-
-    Raises:
-        ConfigError: the model or a device does not exist, roles overlap, or a key is unknown.
-    """
-    devices = resolve_devices(dict(device_map or {}))
-    name = model_name if isinstance(model_name, str) else ""
-    try:
-        config = ModelConfig(name_or_path=name, **model_config)
-    except TypeError as error:
-        raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
-    if isinstance(model_name, str):
-        actor = load_actor(config, devices.get("actor", ""), seed, tokenizer)
-    else:
-        actor = make_actor(model_name, tokenizer, config, seed)
-        actor.model.to(devices.get("actor", actor.device))
-    actor.engine = "vllm" if use_vllm else ""
-    actor.device_map = dict(device_map or {})
-    trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
-    return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))

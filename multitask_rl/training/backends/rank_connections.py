@@ -127,7 +127,7 @@ class RankConnections:
             raise TrainingError(f"learner rank {rank} cannot be reached: {error}") from error
 
     def collect(self, kind: str, what: str, until: float | None = None) -> dict[int, Any]:
-        """``receive`` until every other rank has sent a message of ``kind``, or until ``until``; by rank."""
+        """Return by rank the message of ``kind`` of every other rank; of fewer at the time ``until``."""
         found: dict[int, Any] = {}
         while late := [rank for rank in self._others if rank not in found]:
             message = self.receive(what, late, until)

@@ -290,7 +290,7 @@ class RankGroup(TrainingBackend):
         return StepStartOutputs.merge(shares, self._call("step_start_outputs", each=work))
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples on all ranks; ``engine`` if its weights are its own or cut."""
+        """Return an engine that samples on all ranks; ``engine`` if its weights are its own, or in parts."""
         can_spread = engine.shares_weights and self._rank.own is self._main
         return SpreadEngine(engine, self) if can_spread else engine
 

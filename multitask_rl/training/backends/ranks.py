@@ -51,7 +51,7 @@ class Ranks:
     """The collectives of ``rank`` (0 is the trainer's) among ``size`` ranks.
 
     ``context`` ranks share a sequence, or ``tensor`` ranks a layer: each divides ``size``, and one of them is
-    1. Sharded weights have ``parts`` parts beside those of layers; 0 = one for each rank with other samples.
+    1. ``parts`` ranks with different samples hold a copy of sharded weights together; 0 = all of them.
     The other ranks reach this one at ``address``. ``device``, of its tensors, decides between nccl and gloo.
 
     Raises:

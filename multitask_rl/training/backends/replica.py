@@ -323,7 +323,7 @@ class Replica(Rank):
                 self._channel.send(("ended", ended))
 
     def stop(self) -> None:
-        """Be called while ``sample`` is at work: its hook sees the call and ends the stream."""
+        """Do nothing: the message itself ends ``sample``, whose hook sees that one came."""
 
     def retain(self, conversations: Sequence[int]) -> None:
         """Drop keys and values of turns, but not those of ``conversations``."""

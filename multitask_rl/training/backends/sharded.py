@@ -207,7 +207,7 @@ class Shards:
             self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
-        """Complete the gradients that backward passes added to the local parts."""
+        """Drop gradients of parameters that no rank used; sum those that tensor-parallel peers share."""
         # torch has zeros where no rank had a gradient; the optimizer must leave these parameters alone
         met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
         self._ranks.sum(met)
