@@ -86,8 +86,10 @@ class RunStore:
         except BaseException:
             self.close()
             raise
-        self._owner = output_dir if self._found is None else self._found.path.resolve().parents[1]
-        """The run that made the checkpoint."""
+        self._owner = output_dir
+        """The run that made the checkpoint, as far as its place tells."""
+        if self._found is not None and self._found.path.resolve().parent.name == "checkpoints":
+            self._owner = self._found.path.resolve().parents[1]
         self.restored: Path | None = None
         """The checkpoint that the run resumed from."""
         self.resumed_at: int | None = None

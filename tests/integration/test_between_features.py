@@ -12,7 +12,7 @@ from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.cli import main
-from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, SchedulerConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
@@ -524,3 +524,15 @@ def test_values_on_the_scale_of_other_rewards_are_dropped_at_a_resume(tmp_path):
     for name in ("plain", "pools"):
         shown = resumed.scheduler.state_dict()["policy_state"]["traces"][name]["shown"]
         assert max(shown["highest"]) <= 1.0
+
+
+def test_the_level_of_a_metric_that_is_no_reward_starts_fresh_with_its_definition(tmp_path):
+    """``scheduler.metric_key`` names a reward of weight 0; the task's reward stays the same."""
+    measured = COPY.replace("starts_right]", "starts_right, {plugin: rewards.py:PLUGIN, name: m, weight: 0}]")
+    steps = []
+    for plugin, most in (("is_short", 2), ("is_short", 4), ("starts_right", 6)):
+        write_run(tmp_path, measured.replace("PLUGIN", plugin), num_rows=60)
+        watched = SchedulerConfig(metric_key="reward/m")
+        trainer = train(run_config(tmp_path, "out", most, scheduler=watched, **SMALL))
+        steps.append(trainer.scheduler.state_dict()["policy_state"]["traces"]["copy"]["steps"])
+    assert steps == [2, 4, 2]
