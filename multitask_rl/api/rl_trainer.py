@@ -47,7 +47,8 @@ class RLTrainer:
     (``trainer.run``: metrics, checkpoints, rollouts).
 
     Args:
-        model: a causal language model of ``transformers``, an ``Actor``, or None.
+        model: a causal language model of ``transformers``, its directory or Hugging Face id, an ``Actor``, or
+            None.
         tokenizer: default: the one that comes with the model.
         algorithm: ``type`` of the task made of prompts (``ppo``, ``grpo``: see ``multitask-rl plugins list``)
         config: ``PPOConfig``, a mapping of its keys, or a whole ``RunConfig``.
@@ -66,7 +67,7 @@ class RLTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel | Actor | None = None,
+        model: PreTrainedModel | Actor | str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         algorithm: str = "ppo",
@@ -80,6 +81,8 @@ class RLTrainer:
     ) -> None:
         if model is not None and model_name:
             raise ConfigError("give either model or model_name, not both")
+        if tasks is not None and reward_fn is not None:
+            raise ConfigError("tasks have rewards of their own: leave reward_fn out, or tasks")
         self.config = config if isinstance(config, RunConfig) else PPOConfig.of(config)
         self.algorithm = algorithm
         self.reward_fn = reward_fn
@@ -87,8 +90,8 @@ class RLTrainer:
         self.data = data
         self.run: Trainer | None = None
         """The run of the last ``train``."""
-        self._model = model
-        self._model_name = model_name
+        self._model = None if isinstance(model, str) else model
+        self._model_name = model if isinstance(model, str) else model_name
         self._tokenizer = tokenizer
         self._critic = critic
         self._engine = engine
@@ -120,6 +123,10 @@ class RLTrainer:
         if num_epochs < 1:
             raise ConfigError(f"num_epochs must be >= 1, got {num_epochs!r}")
         serve_torchrun_rank()
+        if prompts is not None and self.tasks is not None:
+            raise ConfigError(
+                "tasks have rows of their own: call train() without prompts, or leave tasks out"
+            )
         if prompts is not None:
             tasks: Any = self._task_of_prompts()
             data: Any = _loader_of(prompts)

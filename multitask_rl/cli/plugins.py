@@ -28,6 +28,10 @@ def main(argv: Sequence[str]) -> int:
     if command == "list":
         kinds = {group.rpartition(".")[2]: group for group in GROUPS}
         parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
+        # ``check`` and ``new`` name a kind in the singular
+        kinds |= {
+            kind.removesuffix("es" if kind == "sandboxes" else "s"): kinds[kind] for kind in list(kinds)
+        }
         parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
         kind = parser.parse_args(rest).kind
         infos = list_plugins(kinds[kind] if kind else None)

@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
     notes = {name: _check(spec, warnings) for name, spec in specs.items()}
     if not options.quick:
         warnings += _try(specs)
-    print(f"{options.file}: {len(specs)} tasks are valid")
+    print(f"{options.file}: {'1 task is' if len(specs) == 1 else f'{len(specs)} tasks are'} valid")
     for name, note in notes.items():
         print(printable(f"  {name}: {note}"))
     for warning in warnings:

@@ -148,10 +148,10 @@ def parse_device_map(
         missing = [i for i in here if i >= available]
         if devices.kind == "cuda" and (missing or not available):
             names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
-            have = f"cuda:0-{available - 1}" if available > 1 else "cuda:0" if available else "no CUDA device"
+            have = f"cuda:0-{available - 1} and cpu" if available > 1 else "cuda:0 and cpu"
+            have = have if available else "no CUDA device, only cpu"
             raise ConfigError(
-                f"device_map.{role}: {names} is not on this machine, which has {have} and cpu; "
-                "name what it has"
+                f"device_map.{role}: {names} is not on this machine, which has {have}; name what it has"
             )
     for role, devices in parsed.items():
         if role in _WITH_ACTOR and devices != actor:

@@ -68,8 +68,23 @@ def load_rows(
         if named or len(splits) == 1:
             return _hold_out(spec, splits, named) if named else next(iter(splits.values()))
         return [row for rows in splits.values() for row in rows]
-    train, held_out = _split_rows(spec, splits, train_split or spec.split)
-    return train if split == "train" else held_out
+    wanted = train_split or spec.split
+    train, held_out = _split_rows(spec, splits, wanted)
+    if split == "eval":
+        return held_out
+    for name, rows in splits.items():
+        if rows and name not in ("", "train", wanted, spec.eval_split, *EVAL_SPLITS):
+            logger.warning(
+                "task %r: %d rows of split %r are used nowhere (split: %s, held out: %s); eval_split: %s "
+                "holds them out",
+                spec.name,
+                len(rows),
+                name,
+                wanted,
+                spec.eval_split or "validation, dev, test, or a tenth",
+                name,
+            )
+    return train
 
 
 def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tuple[Rows, Rows]:
@@ -194,6 +209,7 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
         raise DataError(
             f"{spec.source or 'tasks'}: task {spec.name!r} has no rows of split {split!r} "
             f"(there are {have}); set 'split' or 'eval_split' to one that has"
+            + (", or leave it out: the rows name no split" if set(splits) == {""} else "")
         )
     return rows
 

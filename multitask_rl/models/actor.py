@@ -563,6 +563,11 @@ def make_actor(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # as in ``load_actor``
+    if isinstance(model, str):
+        raise ConfigError(
+            f"the actor must be a loaded model, got the name {model!r}; give a name as model.name_or_path of "
+            "the configuration, or get_actor_critic(name)[0]"
+        )
     model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         got = type(model).__name__

@@ -139,6 +139,10 @@ def plan_run(
         PluginError: an unknown or broken plugin.
         DataError: missing or empty data, or a row without a column of its prompt.
     """
+    if not config.output_dir.strip():
+        raise ConfigError(
+            "output_dir is empty; name a directory for the run's files, e.g. output_dir=runs/first"
+        )
     resume = Path(config.checkpoint.resume)
     if str(resume) not in ("auto", "never") and not (resume / "manifest.json").is_file():
         run = resume / "checkpoints"

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
@@ -31,6 +35,12 @@ T = TypeVar("T")
 _VALUE_KEYS = ("score", "value", "reward")
 _MAX_MESSAGE = 500
 _MEMORY = "raised MemoryError"
+_NOT_OF_PLUGINS = (
+    "<",
+    os.path.join(Path(__file__).parents[1], ""),
+    *(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib")),
+)
+"""Beginnings of names of files: of this package, the standard library and installed ones."""
 
 
 def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
@@ -112,7 +122,16 @@ def failure_of(error: BaseException, source: str) -> Failure:
             kind = FailureKind.infra
         case _:
             kind = FailureKind.data if isinstance(error, DataError) else FailureKind.grader
-    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE], source, kind)
+    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE] + _place_of(error), source, kind)
+
+
+def _place_of(error: BaseException) -> str:
+    """Return `` (file:line)``, the innermost line of the plugin's own code; empty if it is not known."""
+    own = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith(_NOT_OF_PLUGINS):
+            own = f" ({Path(frame.filename).name}:{frame.lineno})"
+    return own
 
 
 def is_out_of_memory(result: Result) -> bool:

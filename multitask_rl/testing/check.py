@@ -109,7 +109,9 @@ def check_plugin(
                 find_plugin("reward", name_or_ref, "check")
             except PluginError as error:
                 others = ", ".join(KINDS)
-                raise PluginError(f"{error} If it is no reward, name its kind: --kind {others}") from error
+                raise PluginError(
+                    f"{str(error).rstrip('.')}. If it is no reward, name its kind: --kind {others}"
+                ) from error
     if kind not in ("reward", "constraint"):
         suite = pkgutil.resolve_name(f"{KINDS[kind].suite}:check_{kind}")
         own = {"row": row} if kind == "environment" else {}

@@ -21,6 +21,8 @@ import torch
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError
 from multitask_rl.guard.base import Guard
@@ -105,10 +107,12 @@ class Trainer:
         dataloader: TaskDataLoader | Any = None,
         config_path: str | Path | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
-        config: RunConfig | None = None,
+        config: RunConfig | Mapping[str, Any] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         engine: RolloutEngine | None = None,
     ) -> None:
+        if isinstance(config, Mapping):
+            config = build_dataclass(RunConfig, config, Where("config"))
         config = config or RunConfig()
         if actor is not None and not isinstance(actor, Actor):
             actor = make_actor(actor, tokenizer, config.model, config.seed)

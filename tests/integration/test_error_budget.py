@@ -32,7 +32,7 @@ def test_a_spent_budget_ends_the_run_with_exit_code_1_and_a_report(
     told = capsys.readouterr().err
     assert "error: task 'digit': 100% of its last " in told
     assert "samples could not be scored, allowed are 50% (scoring.max_failure_rate)" in told
-    assert "broken grader (last: raised ValueError: the grader is gone)" in told
+    assert "broken grader (last: raised ValueError: the grader is gone (broken.py:3))" in told
     assert "copy" not in told.partition("error: ")[2]
 
 

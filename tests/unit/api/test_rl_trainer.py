@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model_builders import build_actor, build_model, build_tokenizer
-from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer
+from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer
 from multitask_rl.config import get_ppo_default_config
 from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, DataError
@@ -189,3 +189,17 @@ def test_torchrun_keeps_the_devices_that_were_asked_for_in_python(
         found.append(trainer.config.device_map["actor"])
         trainer.close()
     assert found == ["cpu:0-1 sharded", "cpu:0-1"]
+
+
+def test_a_name_is_a_model_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tasks have rewards of their own: leave reward_fn out"):
+        RLTrainer("gpt2", tasks={"a": {"rewards": ["length"]}}, reward_fn="length")
+    with pytest.raises(ConfigError, match="tasks have rows of their own"):
+        RLTrainer("gpt2", tasks={"a": {"rewards": ["length"]}}).open(["x"])
+    build_actor().save(tmp_path / "actor")
+    named = RLTrainer(str(tmp_path / "actor"), reward_fn="length")
+    assert named.actor.config.name_or_path == str(tmp_path / "actor")
+    with pytest.raises(ConfigError, match=r"got the name 'gpt2'; give a name as model\.name_or_path"):
+        Trainer(actor="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="output_dir is empty"):
+        Trainer(config={"tasks": {"a": {"dataset": "a.jsonl", "rewards": ["length"]}}, "output_dir": ""})

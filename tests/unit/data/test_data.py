@@ -553,3 +553,17 @@ def test_a_text_that_nested_columns_repeat_is_held_once(tmp_path: Path, kind: st
     assert str(rows[3]["more"]).count(text) == 50
     with pytest.raises(DataError, match=r"large\.parquet: row 2 .* MiB"):
         read_file(large)[2]
+
+
+def test_rows_of_a_split_that_nothing_uses_are_told(tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    splits = ["train"] * 20 + ["valid"] * 3 + ["test"] * 2
+    file.write_text("".join(json.dumps({"prompt": str(i), "split": s}) + "\n" for i, s in enumerate(splits)))
+    load_rows(TaskSpec(name="t", dataset=str(file)), "eval")
+    assert not caplog.text
+    load_rows(TaskSpec(name="t", dataset=str(file)), "train")
+    assert "3 rows of split 'valid' are used nowhere" in caplog.text
+    assert "eval_split: valid holds them out" in caplog.text
+    caplog.clear()
+    load_rows(TaskSpec(name="t", dataset=str(file), eval_split="valid"), "train")
+    assert not caplog.text

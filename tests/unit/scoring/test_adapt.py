@@ -280,7 +280,7 @@ def test_verl_functions_run_unchanged() -> None:
     assert right == Score(value=1.0, components={"acc": 1.0}, answer="72"), "other text is left out"
     assert wrong.value == 0.0
     other = grade(f"verl:{file}:compute_score", [make_rollout("x", row={**row, "data_source": "other"})])[0]
-    assert other.message == "raised NotImplementedError: other"
+    assert other.message == "raised NotImplementedError: other (verl_rewards.py:6)"
     plain = {"reference": "72"}
     arguments = {"arguments": {"bonus": 0.5}}
     assert values(f"verl:{file}:plain", [make_rollout("it is 72", row=plain)], arguments) == [1.5]

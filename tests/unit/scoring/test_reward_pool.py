@@ -259,7 +259,7 @@ def test_failed_rollouts_pass_through_unscored(open_pool: Open) -> None:
         ("text", "grader", "returned '1.0', not a number"),
         ("too_few", "grader", "returned 2 results for 3 responses"),
         ("out_of_range", "grader", "returned 3.5, outside its declared range [0, 1]"),
-        ("exits", "grader", "raised SystemExit: 3"),
+        ("exits", "grader", "raised SystemExit: 3 (plugins.py:34)"),
         ("Needs", "data", "the row has no column 'tests' (columns: other)"),
         ("exact", "data", "the row has no column 'reference' (columns: other)"),
     ],
@@ -275,7 +275,8 @@ def test_what_is_no_score_is_a_typed_failure(open_pool: Open, task: str, kind: s
 
 def test_one_bad_sample_costs_only_itself(open_pool: Open) -> None:
     pool = open_pool("raises", "Batch")
-    for task, error in (("raises", "KeyError: 'inner'"), ("Batch", "ValueError: bad sample")):
+    bad = "ValueError: bad sample (plugins.py:108)"
+    for task, error in (("raises", "KeyError: 'inner' (plugins.py:18)"), ("Batch", bad)):
         scored = pool.score(of(task, "a", "bad", "c"))
         assert [s.reward for s in scored] == [1.0, None, 1.0]
         assert scored[1].failure == Failure(kind=FailureKind.grader, message=f"raised {error}", source=task)
@@ -288,7 +289,9 @@ def test_a_plain_batch_function_is_asked_about_its_whole_batch_or_not_at_all(
     for failed in pool.score(of("together", "a", "z", "c")):
         assert failed.failure is not None
         assert failed.failure.kind is FailureKind.grader
-        assert failed.failure.message.startswith("raised ValueError: z (so its whole batch fails")
+        assert failed.failure.message.startswith(
+            "raised ValueError: z (plugins.py:91) (so its whole batch fails"
+        )
     for event in ("slow", f"{tmp_path}/lost", f"{tmp_path}/crash"):
         scored = pool.score(of("together", "a", event, "c"))
         assert [s.reward for s in scored] == [3.0, 3.0, 3.0], event
@@ -420,7 +423,9 @@ def test_infra_failures_are_retried_and_others_not(open_pool: Open) -> None:
     assert [s.reward for s in pool.score(of("Flaky", "a", "b"))] == [1.0, 1.0]
     failed = pool.score(of("unreachable", "a"))[0]
     assert failed.failure == Failure(
-        kind=FailureKind.infra, message="raised ConnectionError: refused", source="unreachable"
+        kind=FailureKind.infra,
+        message="raised ConnectionError: refused (plugins.py:69)",
+        source="unreachable",
     )
 
 
@@ -430,7 +435,8 @@ def test_breaker_stops_asking_when_the_machinery_is_down(open_pool: Open) -> Non
     assert all(s.failure is not None and s.failure.kind is FailureKind.infra for s in scored)
     event = next(e for e in pool.health_events(1) if e.kind == "circuit_open")
     assert event.reason == (
-        "unreachable is given a rest: 20 infrastructure failures in a row (raised ConnectionError: refused)"
+        "unreachable is given a rest: 20 infrastructure failures in a row "
+        "(raised ConnectionError: refused (plugins.py:69))"
     )
 
 
@@ -456,7 +462,7 @@ def test_error_budget_warns_at_half_and_stops_above(open_pool: Open) -> None:
     assert (event.step, event.source, event.kind, event.task) == (5, "rewards", "warn", "raises")
     assert event.reason == (
         "25% of the last 40 samples could not be scored; the run stops above 40%. "
-        "Failures: 10 x raises grader (last: raised KeyError: 'inner')."
+        "Failures: 10 x raises grader (last: raised KeyError: 'inner' (plugins.py:18))."
     )
     assert pool.health_events(6) == []
     with pytest.raises(RewardError, match=r"task 'raises': 50% of its last 60 samples could not be scored"):
