@@ -431,11 +431,14 @@ def _sparkline(values: Iterable[float]) -> str:
 
 
 def _stages(metrics: Mapping[str, float]) -> str:
-    """Return the shares of the step's time, largest first; stages of an overlapped run add up to more."""
-    total = metrics.get("time/step_s", 0.0)
-    spent = {name: metrics.get(f"time/{key}_s", 0.0) for key, name in _STAGES.items()}
-    shown = sorted(((s, n) for n, s in spent.items() if total and s / total >= 0.01), reverse=True)
-    return ", ".join(f"{name} {seconds / total:.0%}" for seconds, name in shown)
+    """Return the shares of the step in which it waited for a stage or learned, largest first.
+
+    So what runs beside another stage (rewards during sampling, all of it in an overlapped run) counts once.
+    """
+    spent = {n: metrics.get(f"waits_for/{key}", 0.0) for key, n in _STAGES.items() if key != "update"}
+    spent[_STAGES["update"]] = metrics.get("utilisation/update", 0.0)
+    shown = sorted(((share, name) for name, share in spent.items() if share >= 0.01), reverse=True)
+    return ", ".join(f"{name} {share:.0%}" for share, name in shown)
 
 
 def _failing(tasks: Mapping[str, _TaskView]) -> str:

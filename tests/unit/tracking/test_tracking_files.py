@@ -53,6 +53,9 @@ METRICS = {
     "time/updates_per_s": 3.2,
     "time/step_s": 1.25,
     "time/update_s": 0.75,
+    "utilisation/update": 0.6,
+    "waits_for/rollout": 0.2,
+    "utilisation/rewards": 0.9,
     "train/loss": -0.25,
     "time/rollout_s": 0.25,
 }
