@@ -76,13 +76,18 @@ class Once(Guard):
         self.judged = list(state["judged"])
 
 
-def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_restore(tmp_path):
-    write_run(tmp_path, COPY, num_rows=40)
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 2, **SMALL))
+def settings_of_a_fork(directory):
+    """Train two steps into ``out``; return settings with which a run begins from there."""
+    write_run(directory, COPY, num_rows=40)
+    trainer = Trainer.from_config(run_config(directory, "out", 2, **SMALL))
     trainer.add_guard(Once())
     trainer.train()
-    found = str(tmp_path / "out/checkpoints/step_00000002")
-    sizes = {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
+    found = str(directory / "out/checkpoints/step_00000002")
+    return {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
+
+
+def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_restore(tmp_path):
+    sizes = settings_of_a_fork(tmp_path)
     for guard, judged, verdict in ((Once(), [0, 2, 3], True), (None, None, None)):
         none = GuardConfig(enabled=False)
         fork = Trainer.from_config(run_config(tmp_path, f"fork_{judged}", 3, guard=none, **sizes))
@@ -99,12 +104,7 @@ def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_re
 
 
 def test_a_fork_with_other_rewards_or_tasks_is_judged_anew_and_says_what_differs(tmp_path):
-    write_run(tmp_path, COPY, num_rows=40)
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 2, **SMALL))
-    trainer.add_guard(Once())
-    trainer.train()
-    found = str(tmp_path / "out/checkpoints/step_00000002")
-    sizes = {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
+    sizes = settings_of_a_fork(tmp_path)
     for name, text in (
         ("scaled", SCALED),
         ("more", COPY + DIGIT),
