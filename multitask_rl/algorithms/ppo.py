@@ -119,6 +119,8 @@ class PPO(Algorithm):
         super().__init__(config)
         self._reward_moments = RunningMoments()
         self._value_moments = RunningMoments(self.config.popart_rate)
+        self._waits_for_unit = False
+        """The critic was trained on other rewards, and all of the present ones are equal until now."""
 
     def credit(self, batch: CreditBatch) -> Credit:
         """Return whitened GAE advantages and the critic's targets."""
@@ -142,8 +144,9 @@ class PPO(Algorithm):
         token_rewards[last_tokens(batch.lengths)] += outcomes[batch.lengths > 0].to(token_rewards.dtype)
         # without ``popart``, the head's unit is still that of the targets if a resume has turned it off
         is_popart = (self.config.popart or targets.num_steps > 0) and batch.values.numel() > 0
-        if targets.num_steps == 0 and rewards.std == 0.0:
-            is_popart = False  # all rewards are equal until now: there is no unit to begin with
+        if self._waits_for_unit and rewards.std == 0.0:
+            is_popart = False  # a trained head would be rescaled by the first unit that is not 0
+        self._waits_for_unit &= rewards.std == 0.0
         if is_popart:  # from the reward's unit to that of the value targets
             if targets.num_steps == 0:  # an untrained head has nothing to preserve: the units are equal
                 targets.update(rewards.mean, rewards.std**2)
@@ -188,14 +191,17 @@ class PPO(Algorithm):
         return {
             "reward_moments": self._reward_moments.state_dict(),
             "value_moments": self._value_moments.state_dict(),
+            "waits_for_unit": self._waits_for_unit,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         self._reward_moments.load_state_dict(state["reward_moments"])
         self._value_moments.load_state_dict(state["value_moments"])
+        self._waits_for_unit = state.get("waits_for_unit", False)
 
     def forget_rewards(self) -> None:
         """Measure mean and deviation anew; the critic keeps its weights."""
         self._reward_moments = RunningMoments()
         self._value_moments = RunningMoments(self.config.popart_rate)
+        self._waits_for_unit = True

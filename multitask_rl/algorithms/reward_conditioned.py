@@ -204,15 +204,10 @@ class RewardConditioned(Algorithm):
             {"rollout": asdict(past.scored.rollout), "reward": past.reward, "cost": past.scored.cost}
             for past in self._buffer
         ]
-        return {"num_draws": self._num_draws, "buffer": buffer, "quantiles": self.config.quantiles}
+        return {"num_draws": self._num_draws, "buffer": buffer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``; ConfigError if it is of another number of quantiles."""
-        if (before := state.get("quantiles", self.config.quantiles)) != self.config.quantiles:
-            raise ConfigError(
-                f"quantiles={self.config.quantiles}: the checkpoint was trained with {before}, and its "
-                f"control tokens would mean other quantiles; set quantiles={before}, or begin anew"
-            )
+        """Restore ``state_dict``."""
         self._num_draws = int(state["num_draws"])
         self._buffer.clear()
         for saved in state["buffer"]:

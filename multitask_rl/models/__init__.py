@@ -16,7 +16,7 @@ __getattr__, __dir__ = lazy_names(
     globals(),
     {
         "Actor": "multitask_rl.models.actor",
-        "get_actor_critic": "multitask_rl.training.critic",
+        "get_actor_critic": "multitask_rl.api.adapters",
         "scale_rope": "multitask_rl.models.rope",
     },
 )

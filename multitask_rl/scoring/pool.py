@@ -70,10 +70,10 @@ class RewardPool:
         self._cache: OrderedDict[bytes, Result] = OrderedDict()
         self._counts: dict[str, TaskCounts] = {name: TaskCounts() for name in specs}
         self._budgets = {
-            what: {name: ErrorBudget(name, config.max_failure_rate, what) for name in specs}
-            for what in ("scored", "judged")
+            name: {what: ErrorBudget(name, config.max_failure_rate, what) for what in ("scored", "judged")}
+            for name in specs
         }
-        """Of rewards and of constraints, by task: a response that is rejected is judged and never scored."""
+        """By task, of rewards and of constraints: a response that is rejected is judged and never scored."""
 
     def start(self) -> None:
         """Find, check and build every plugin, start workers; an unusable one raises as ``find_plugin``."""
@@ -182,13 +182,13 @@ class RewardPool:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the error budgets, JSON-able; the cache is not kept: it would only save time."""
-        return {what: {k: own.state_dict() for k, own in by.items()} for what, by in self._budgets.items()}
+        return {task: {k: own.state_dict() for k, own in by.items()} for task, by in self._budgets.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; tasks it does not know start fresh."""
-        for what, budgets in self._budgets.items():
-            for name in budgets.keys() & state.get(what, {}).keys():
-                budgets[name].load_state_dict(state[what][name])
+        for task, budgets in self._budgets.items():
+            for what in budgets.keys() & state.get(task, {}).keys():
+                budgets[what].load_state_dict(state[task][what])
 
     def close(self) -> None:
         """Stop all workers and threads; open items fail. Idempotent."""
@@ -220,9 +220,9 @@ class RewardPool:
             scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
                 if of_plugins(record):
-                    self._budgets["scored"][record.rollout.task].add(record.failure)
+                    self._budgets[record.rollout.task]["scored"].add(record.failure)
             for task in {record.rollout.task for record in scored}:
-                self._budgets["scored"][task].check()
+                self._budgets[task]["scored"].check()
         return scored
 
     def _verdicts(self, asking: Round[Any], indices: Sequence[int]) -> list[Verdicts]:
@@ -234,9 +234,9 @@ class RewardPool:
                 verdicts.append(own)
                 if own and asking.only is None:  # else a part of a response, which is judged again
                     failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-                    self._budgets["judged"][rollout.task].add(failure)
+                    self._budgets[rollout.task]["judged"].add(failure)
             for task in {rollout.task for rollout, _ in answers}:
-                self._budgets["judged"][task].check()
+                self._budgets[task]["judged"].check()
         return verdicts
 
     def _answers(self, asking: Round[Any], indices: Sequence[int]) -> list[tuple[Rollout, dict[str, Result]]]:

@@ -276,8 +276,7 @@ class TaskMetrics:
         # the grammar allows the end token only after a complete sentence
         sentences = [s.rollout.finish_reason == "stop" for s in bound]
         numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
-        # a reward that failed changes nothing about the verdicts
-        judged = [s for s in scored if s.rollout.verdicts and s.rollout.failure is None]
+        judged = [s for s in scored if s.rollout.verdicts and not _has_failed(s)]
         costs: dict[str, list[float | None]] = {"cost": [s.cost if s.concerned else None for s in judged]}
         for name in dict.fromkeys(name for s in judged for name in s.rollout.verdicts):
             costs[f"cost/{name}"] = [concerned_cost(s, name) for s in judged]
@@ -289,8 +288,7 @@ class TaskMetrics:
         # before the constraint intervenes: the actor's own behaviour
         first = [s for s in judged if s.rollout.attempt == 0]
         numbers["violation_rate"] = _BAD_RATE, first, [_violates(s) for s in first]
-        shown = [s for s in final if s.rollout.failure is None]
-        numbers["served_violation_rate"] = _BAD_RATE, shown, [_violates(s) for s in shown]
+        numbers["served_violation_rate"] = _BAD_RATE, ends, [_violates(s) for s in ends]
         if held_out:
             numbers |= self._of_prompts(final)
         keep = _groups(final) if held_out else ()
@@ -475,7 +473,7 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
     """
     final = served(scored)
     population = final if of_served else [s for s in scored if s.rollout.attempt == 0]
-    own = [s for s in population if s.rollout.failure is None]
+    own = [s for s in population if not _has_failed(s)]
     return _summary(_BAD_RATE, own, [_violates(s, constraint) for s in own], _groups(final))
 
 

@@ -701,8 +701,7 @@ class RewardBatch:
 class RewardStage(StreamingStage):
     """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs.
 
-    A task that has constraints and no reward is rewarded with 1 - the highest of their costs; a response that
-    concerns none of them has no reward.
+    A task that has constraints and no reward is rewarded with ``1 - cost``.
     """
 
     name = "rewards"
@@ -761,8 +760,7 @@ class RewardStage(StreamingStage):
         if scored.reward is None:
             return scored
         if not spec.rewards:
-            worst = max((cost for own in costs.values() for cost in own), default=math.nan)
-            return replace(scored, reward=None if math.isnan(worst) else 1.0 - worst)
+            return replace(scored, reward=1.0 - cost)
         penalty = math.fsum(weight * value for weight, value in penalties if not math.isnan(value))
         return replace(scored, reward=scored.reward + penalty, terms=[*scored.terms, *penalties])
 

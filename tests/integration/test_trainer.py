@@ -196,7 +196,7 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path):
     assert second.tasks["fresh"].stream.draw == 0
     budgets = second.scorer.state_dict()
     assert budgets["echo"] == first.scorer.state_dict()["copy"]
-    assert [name for name in ("echo", "fresh") if budgets[name]["recent"]] == ["echo"]
+    assert [name for name in ("echo", "fresh") if budgets[name]["scored"]["recent"]] == ["echo"]
     second.train()
     assert second.step == 2
     kept = changed.replace("from: copy", "from: fresh")

@@ -36,10 +36,6 @@ def wordiness(response):
 @with_traits(isolate=False)
 def harm(response):
     return None if "exempt" in response else float("bad" in response)
-
-@with_traits(isolate=False)
-def mild(response):
-    return None if "exempt" in response else 0.5 * ("mild" in response)
 """
 
 
@@ -108,20 +104,3 @@ def test_a_reward_that_a_stage_has_set_counts_in_place_of_its_terms(plugins):
     turned = advantages(spec, GDPO(GDPO.Config()), responses, lambda s: replace(s, reward=-(s.reward or 0.0)))
     assert plain[0] > plain[2] > plain[1]
     assert turned[0] < turned[2] < turned[1]
-
-
-@pytest.mark.parametrize("mode", ["penalty", "lagrangian"])
-def test_of_constraints_alone_the_worst_decides_and_what_concerns_none_has_no_reward(mode, plugins):
-    constraints = [
-        ConstraintSpec(plugin=plugins + "harm", name="harm", mode=mode, weight=5.0, limit=0.1),
-        ConstraintSpec(plugin=plugins + "mild", name="mild", mode="penalty", limit=0.1),
-    ]
-    spec = TaskSpec(name="t", constraints=constraints)
-    rewards = []
-
-    def note(scored):
-        rewards.append(scored.reward)
-        return scored
-
-    advantages(spec, GRPO(GRPO.Config()), ["good", "bad", "mild", "exempt"], note)
-    assert rewards == [1.0, 0.0, 0.5, None]
