@@ -128,9 +128,10 @@ def failure_of(error: BaseException, source: str) -> Failure:
 def _place_of(error: BaseException) -> str:
     """Return `` (file:line)``, the innermost line of the plugin's own code; empty if it is not known."""
     own = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        if not frame.filename.startswith(_NOT_OF_PLUGINS):
-            own = f" ({Path(frame.filename).name}:{frame.lineno})"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        file = frame.f_code.co_filename
+        if not file.startswith(_NOT_OF_PLUGINS):
+            own = f" ({Path(file).name}:{line})"
     return own
 
 

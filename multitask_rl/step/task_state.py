@@ -119,9 +119,9 @@ class TaskState:
         name, kind = self.spec.name, state.get("type", self.spec.type)
         saved_own = state.get("definitions", {})
         new = {k for k, own in definitions(self.spec).items() if are_different(own, saved_own.get(k, ""))}
-        new_rules = {rule for _, is_rule, rule in (key.partition("rule/") for key in new) if is_rule}
-        new -= {"constraint", "solved", *(f"rule/{rule}" for rule in new_rules)}
+        new_rules = {key.removeprefix("rule/") for key in new if key.startswith("rule/")}
         self.redefined = new
+        new = {key for key in new if not key.startswith(("rule/", "constraint", "solved"))}
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
         else:

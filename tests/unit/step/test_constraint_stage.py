@@ -12,7 +12,7 @@ import pytest
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.records import Prompt, Rollout, SamplingParams, Verdict
+from multitask_rl.records import Prompt, Rollout, SamplingParams, Turn, Verdict
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import ConstraintStage, RolloutStage, sampling_stages
@@ -223,3 +223,27 @@ def test_with_a_quorum_a_slow_constraint_makes_the_groups_of_its_task_late_and_n
         assert [(s.rollout.task, s.reward, s.rollout.verdicts["own"].cost) for s in late] == [
             ("slow", 1.0, 0.0)
         ] * 2
+
+
+@pytest.mark.parametrize(("first", "expected"), [("worse", (1.0, 1)), ("mild", (0.75, 2))])
+def test_of_an_episode_that_was_ended_the_worst_answer_counts(
+    tmp_path: Path, first: str, expected: tuple[float, int]
+) -> None:
+    """The judge flagged the second answer while it was generated, with a cost of 0.75."""
+    (tmp_path / "judges.py").write_text(
+        "from multitask_rl.scoring.shapes import with_traits\n\n\n@with_traits(isolate=False)\n"
+        "def own(response):\n    return {'worse': 1.0, 'mild': 0.5}.get(response, 0.0)\n"
+    )
+    constraint = ConstraintSpec(plugin=f"{tmp_path}/judges.py:own", name="own", mode="penalty")
+    spec = TaskSpec(name="t", constraints=[constraint])
+    tasks: Any = {"t": SimpleNamespace(spec=spec, sampling=SamplingParams(), group_size=1)}
+    episode = make_rollout("ended", task="t")
+    episode.turns = [Turn(num_tokens=0, response=first), Turn(num_tokens=0, response="ended")]
+    episode.verdicts = {"own": Verdict(cost=0.75, violated=True, turn=2)}
+    actor: Any = SimpleNamespace(tokenizer=None)
+    with RewardPool({"t": spec}, ScoringConfig(num_workers=1), seed=0, devices={}) as pool:
+        stages = sampling_stages(actor, Steps(), pool, tasks, seed=0)
+        (found,) = [rollout for part in stages[1].stream([[episode]]) for rollout in part]
+    verdict = found.verdicts["own"]
+    assert isinstance(verdict, Verdict)
+    assert (verdict.cost, verdict.turn) == expected
