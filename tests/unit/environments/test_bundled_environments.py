@@ -178,7 +178,7 @@ def test_hostile_text_of_the_actor_raises_nothing_and_takes_little_time(name):
     world, slow = build(name), []
     texts = [(label, text) for label, text in hostile_texts(4000) if "huge power" not in label]
     for label, text in texts[:: 6 if name in ("python_tool", "code_repair") else 1]:
-        began = time.process_time()
+        began = time.thread_time()
         if hasattr(world, "step"):
             world.reset(ROW)
             world.step({"role": "assistant", "content": text})
@@ -186,6 +186,6 @@ def test_hostile_text_of_the_actor_raises_nothing_and_takes_little_time(name):
             world.reset(**ROW)
             tool = world.python if name == "python_tool" else world.search
             assert isinstance(tool(text), str)
-        if time.process_time() - began > 0.5:
+        if time.thread_time() - began > 0.5:
             slow.append(label)
     assert slow == []

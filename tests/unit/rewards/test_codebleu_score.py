@@ -3,11 +3,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 from codebleu import calc_codebleu
 
+from cpu_time import least_seconds
 from multitask_rl_rewards.codebleu_score import LANGUAGES, compute_codebleu
 
 ADD = "def add(a, b):\n    c = a + b\n    return c\n"
@@ -61,9 +61,8 @@ def test_empty_and_huge_candidates_score_zero(candidate):
     ids=range(10),
 )
 def test_hostile_candidates_score_low_and_fast(candidate):
-    start = time.process_time()
     assert 0.0 <= compute_codebleu(ADD, candidate)["codebleu"] < 0.5
-    assert time.process_time() - start < 5.0
+    assert least_seconds(compute_codebleu, ADD, candidate, tries=2) < 5.0
 
 
 def test_values_do_not_depend_on_the_hash_seed():

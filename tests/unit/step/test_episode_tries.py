@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from cpu_time import least_seconds
 from model_builders import build_actor
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.environments.adapt import WorldSpec
@@ -156,7 +157,8 @@ def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
 
 
 def test_a_reply_of_megabytes_ends_the_episode_and_is_not_encoded(run):
-    began = time.process_time()
-    (rollout,) = run(Engine(lambda: None), ["endless"])
-    assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (1, "length", 1.0)
-    assert time.process_time() - began < 5.0  # encoding it takes three times as long
+    def sample() -> None:
+        (rollout,) = run(Engine(lambda: None), ["endless"])
+        assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (1, "length", 1.0)
+
+    assert least_seconds(sample, tries=1) < 5.0  # encoding it takes three times as long
