@@ -10,7 +10,7 @@ Axes: ``B`` samples of the task, ``N`` their concatenated response tokens (ragge
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -225,8 +225,8 @@ class Algorithm:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
 
-    def forget_costs(self, constraint: str) -> None:
-        """Drop what is on the scale of an earlier rule of ``constraint``: a resume has changed it."""
+    def forget(self, redefined: Collection[str]) -> None:
+        """Drop what is on the scale of earlier rewards and costs: a resume has changed them.
 
-    def forget_rewards(self) -> None:
-        """Drop what is on the scale of earlier rewards: a resume has changed the task's rewards."""
+        ``redefined``: ``reward`` and ``cost/<constraint>``.
+        """

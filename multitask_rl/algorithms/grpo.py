@@ -5,7 +5,7 @@ One advantage per response, from its group. Variants override the baseline (``ce
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -130,10 +130,6 @@ class GRPO(Algorithm):
         for key, saved in state.items():
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)
 
-    def forget_costs(self, constraint: str) -> None:
-        """Measure the scale of its costs anew."""
-        self._scales.pop(f"cost/{constraint}", None)
-
-    def forget_rewards(self) -> None:
-        """Measure the scale of the rewards anew."""
-        self._scales["reward"] = RunningScale()
+    def forget(self, redefined: Collection[str]) -> None:
+        """Measure the scales of the rewards and costs anew."""
+        self._scales |= {signal: RunningScale() for signal in redefined}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -200,8 +200,9 @@ class PPO(Algorithm):
         self._value_moments.load_state_dict(state["value_moments"])
         self._waits_for_unit = state.get("waits_for_unit", False)
 
-    def forget_rewards(self) -> None:
-        """Measure mean and deviation anew; the critic keeps its weights."""
-        self._reward_moments = RunningMoments()
-        self._value_moments = RunningMoments(self.config.popart_rate)
-        self._waits_for_unit = True
+    def forget(self, redefined: Collection[str]) -> None:
+        """Measure mean and deviation of other rewards anew; the critic keeps its weights."""
+        if "reward" in redefined:
+            self._reward_moments = RunningMoments()
+            self._value_moments = RunningMoments(self.config.popart_rate)
+            self._waits_for_unit = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -218,9 +218,10 @@ class RewardConditioned(Algorithm):
             rollout = Rollout(**{**saved["rollout"], **known})
             self._buffer.append(_as_sample(rollout, saved["reward"], saved["cost"]))
 
-    def forget_rewards(self) -> None:
-        """Empty the buffer: its samples were sorted by other rewards."""
-        self._buffer.clear()
+    def forget(self, redefined: Collection[str]) -> None:
+        """Empty the buffer if its samples were sorted by other rewards."""
+        if "reward" in redefined:
+            self._buffer.clear()
 
 
 def _as_sample(rollout: Rollout, reward: float, cost: float) -> TrainSample:

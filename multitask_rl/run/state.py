@@ -20,6 +20,7 @@ from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, fit_rows, vocabulary_rows
 from multitask_rl.records import Event, TaskEvaluation, rename_tasks
+from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.training.checkpoint import Checkpoint
 from multitask_rl.training.critic import Critic, rename_head
@@ -77,9 +78,9 @@ class RunState:
         def load_scheduler(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             former = {new: old for old, new in renamed.items()}
             metric = scheduler.policy_config.metric_key
-            key = "reward_mean" if metric == REWARD_SCORE else "/".join(metric.split("/")[:2])
+            metric = REWARD if metric == REWARD_SCORE else metric
             redefined = {
-                former.get(name, name): name for name, task in tasks.items() if key in task.redefined
+                former.get(name, name): name for name, task in tasks.items() if task.is_redefined(metric)
             }
             # levels of other rewards say nothing: the task starts fresh, as one that the checkpoint lacks
             fresh = {old: "" for old, name in redefined.items() if renamed.get(old, name) == name}
@@ -90,7 +91,7 @@ class RunState:
         def load_guard(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             assert guard is not None
             guard.load_state_dict(state, renamed)
-            guard.forget_rewards([name for name, task in tasks.items() if task.has_new_rewards])
+            guard.forget_rewards([name for name, task in tasks.items() if task.is_redefined()])
 
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
@@ -187,7 +188,7 @@ class RunState:
                 task.load_state_dict(known)
         former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
         is_same = len(state) == len(self._tasks) and not state.keys() - self._tasks.keys() - former
-        self.has_new_tasks = not is_same or any(task.has_new_rewards for task in self._tasks.values())
+        self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         found = {f"actor.{n}": p for n, p in self.actor.model.named_parameters()}

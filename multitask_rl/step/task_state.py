@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,13 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
-from multitask_rl.statistics.definitions import TaskMetrics, are_different, definitions
+from multitask_rl.statistics.definitions import (
+    REWARD,
+    TaskMetrics,
+    are_different,
+    definition_of,
+    definitions,
+)
 from multitask_rl.training.backend import LearnerTask
 
 logger = logging.getLogger(__name__)
@@ -68,8 +74,8 @@ class TaskState:
     max_prompt_tokens: int = 0
     """0 = no limit."""
     anchor: AnchorState = field(default_factory=AnchorState)
-    redefined: Collection[str] = ()
-    """Keys of ``definitions`` that the checkpoint that was restored defined otherwise."""
+    former_definitions: Mapping[str, str] = field(default_factory=dict)
+    """``definitions`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
     """Of the step; they become events."""
     num_overlong: int = 0
@@ -93,10 +99,10 @@ class TaskState:
         else:
             self.eval_rows = list(self.held_out)
 
-    @property
-    def has_new_rewards(self) -> bool:
-        """Whether the checkpoint that was restored is of other rewards."""
-        return "reward_mean" in self.redefined
+    def is_redefined(self, metric: str = REWARD) -> bool:
+        """Whether ``metric`` was something else in the checkpoint that was restored."""
+        now = definition_of(definitions(self.spec), metric)
+        return are_different(now, definition_of(self.former_definitions, metric))
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that changes, as JSON data."""
@@ -117,32 +123,29 @@ class TaskState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
         name, kind = self.spec.name, state.get("type", self.spec.type)
-        saved_own = state.get("definitions", {})
-        new = {k for k, own in definitions(self.spec).items() if are_different(own, saved_own.get(k, ""))}
-        new_rules = {key.removeprefix("rule/") for key in new if key.startswith("rule/")}
-        self.redefined = new
-        new = {key for key in new if not key.startswith(("rule/", "constraint", "solved"))}
+        self.former_definitions = state.get("definitions", {})
+        new_rules = {name for name in self.multipliers if self.is_redefined(f"rule/{name}")}
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
         else:
             logger.warning("task %r was of type %s: its %s starts fresh", name, kind, self.spec.type)
         stream = state["stream"]
-        if self.has_new_rewards:
+        if self.is_redefined():
             logger.warning(
                 "task %r: its reward is defined otherwise than before: level, scale, rejected values, "
                 "difficulty pools and stored samples start fresh",
                 name,
             )
-            self.algorithm.forget_rewards()
             if stream and stream.get("curriculum"):
                 stream = {**stream, "curriculum": {"last_draw": stream["curriculum"]["last_draw"]}}
         self.kl.load_state_dict(state["kl"])
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
         if beta != saved:
             logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
+        redefined = {f"cost/{name}" for name in new_rules} | ({"reward"} if self.is_redefined() else set())
+        self.algorithm.forget(redefined)
         for constraint, multiplier in self.multipliers.items():
             if constraint in new_rules:
-                self.algorithm.forget_costs(constraint)
                 logger.warning(
                     "task %r: the constraint %r is of another rule than before: its multiplier starts fresh",
                     name,
@@ -160,7 +163,11 @@ class TaskState:
                 "other prompts",
                 name,
             )
-        self.metrics.load_state_dict({} if new else state.get("refused_values", {}))
+        of_rewards = [
+            key for key in self.former_definitions if not key.startswith(("rule/", "constraint", "solved"))
+        ]
+        has_new_values = any(map(self.is_redefined, of_rewards))
+        self.metrics.load_state_dict({} if has_new_values else state.get("refused_values", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 

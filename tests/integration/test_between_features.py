@@ -526,13 +526,22 @@ def test_values_on_the_scale_of_other_rewards_are_dropped_at_a_resume(tmp_path):
         assert max(shown["highest"]) <= 1.0
 
 
-def test_the_level_of_a_metric_that_is_no_reward_starts_fresh_with_its_definition(tmp_path):
-    """``scheduler.metric_key`` names a reward of weight 0; the task's reward stays the same."""
-    measured = COPY.replace("starts_right]", "starts_right, {plugin: rewards.py:PLUGIN, name: m, weight: 0}]")
+MEASURED = {
+    "reward/m": "rewards: [rewards.py:starts_right, {plugin: rewards.py:PLUGIN, name: m, weight: 0}]",
+    "violation_rate": "rewards: [rewards.py:starts_right], "
+    "constraints: [{plugin: rewards.py:PLUGIN, mode: penalty, weight: 0}]",
+}
+
+
+@pytest.mark.parametrize("metric", MEASURED)
+def test_the_level_of_a_metric_that_is_no_reward_starts_fresh_with_its_definition(tmp_path, metric):
+    """``scheduler.metric_key`` names what has no weight; the task's reward stays the same."""
+    measured = COPY.replace("rewards: [rewards.py:starts_right]", MEASURED[metric])
+    assert measured != COPY
     steps = []
     for plugin, most in (("is_short", 2), ("is_short", 4), ("starts_right", 6)):
         write_run(tmp_path, measured.replace("PLUGIN", plugin), num_rows=60)
-        watched = SchedulerConfig(metric_key="reward/m")
+        watched = SchedulerConfig(metric_key=metric)
         trainer = train(run_config(tmp_path, "out", most, scheduler=watched, **SMALL))
         steps.append(trainer.scheduler.state_dict()["policy_state"]["traces"]["copy"]["steps"])
     assert steps == [2, 4, 2]

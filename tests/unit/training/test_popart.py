@@ -238,7 +238,7 @@ def test_other_rewards_at_a_resume_do_not_rescale_the_head(popart: bool, scale: 
     before = bench.values()
     resumed = PPO(PPO.Config(popart=popart))
     resumed.load_state_dict(json.loads(json.dumps(bench.algorithms["a"].state_dict())))
-    resumed.forget_rewards()
+    resumed.forget({"reward"})
     bench.algorithms["a"] = resumed
     task = LearnerTask(spec=TaskSpec(name="a"), algorithm=resumed, kl_coefficient=0.0)
     credit = CreditAssigner(bench.learner.backend, {"a": task}, many_updates=False)
