@@ -16,7 +16,7 @@ FOREIGN = {
         3,
         "a command of our table; an exception's exit code; settings from the command line",
     ),
-    "config": (1, "fields of settings whose ranges are checked"),
+    "config": (2, "fields of settings that are checked or built"),
     "curriculum": (2, "attributes that a user's policy lists in ``per_task``"),
     "data": (9, "tokenizers, data sets and puzzles of other libraries; a user's task"),
     "lazy": (1, "a public name in its module"),

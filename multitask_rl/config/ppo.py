@@ -12,18 +12,16 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from multitask_rl.config.devices import count_cuda_devices, torchrun_size
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.build import build_dataclass, build_parts
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Settings
 from multitask_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-P = TypeVar("P")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,10 +95,6 @@ class PPOHybridEngine(Settings):
     """Prompt tokens of one forward pass while sampling; 0 = the default."""
 
 
-def _part(kind: type[P], name: str, given: P | Mapping[str, Any]) -> P:
-    return build_dataclass(kind, given, Where("config", (name,))) if isinstance(given, Mapping) else given
-
-
 @dataclass(kw_only=True, slots=True)
 class PPOConfig(Settings):
     """A PPO run: what ``RLTrainer`` and ``PPOTrainer`` take."""
@@ -135,10 +129,7 @@ class PPOConfig(Settings):
 
     def __post_init__(self) -> None:
         """Read parts that are given as mappings, and check ranges."""
-        self.rollout = _part(PPORollout, "rollout", self.rollout)
-        self.actor_train = _part(PPOTraining, "actor_train", self.actor_train)
-        self.critic_train = _part(PPOCritic, "critic_train", self.critic_train)
-        self.hybrid_engine = _part(PPOHybridEngine, "hybrid_engine", self.hybrid_engine)
+        build_parts(self)
         Settings.__post_init__(self)
 
     @classmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from multitask_rl.config.schema.build import build_dataclass
+from multitask_rl.config.schema.build import build_dataclass, build_parts
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.schema.ranges import (
     Count,
@@ -83,6 +83,7 @@ class ModelConfig(Settings):
 
     def __post_init__(self) -> None:
         """Check ranges, and that no two settings exclude each other."""
+        build_parts(self)
         Settings.__post_init__(self)
         if self.autocast and self.dtype == "float16":
             raise ConfigError(
@@ -378,7 +379,8 @@ class RunConfig(Settings):
     ray: RayConfig = field(default_factory=RayConfig)
 
     def __post_init__(self) -> None:
-        """Check ranges, and that late groups can still be used."""
+        """Build parts that are given as mappings; check ranges, and that late groups can still be used."""
+        build_parts(self)
         Settings.__post_init__(self)
         if self.rollout_lag < 0:
             raise ConfigError(

@@ -17,7 +17,7 @@ from multitask_rl.config.schema.located_yaml import Where, check_plain
 from multitask_rl.config.schema.ranges import check_value, field_hints, suggest
 from multitask_rl.errors import ConfigError
 
-__all__ = ["build_dataclass", "check_keys", "setting_fields", "suggest"]
+__all__ = ["build_dataclass", "build_parts", "check_keys", "setting_fields", "suggest"]
 
 T = TypeVar("T")
 
@@ -69,6 +69,18 @@ def build_dataclass(cls: type[T], values: Mapping[str, Any], where: Where) -> T:
         return cls(**built)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def build_parts(settings: Any) -> None:
+    """Build the parts of ``settings``, themselves settings, that were given as mappings.
+
+    Raises:
+        ConfigError: a part does not fit its dataclass.
+    """
+    for name, hint in field_hints(type(settings)).items():  # type: ignore[arg-type]
+        value = getattr(settings, name)
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
+            setattr(settings, name, _convert(hint, value, Where(type(settings).__name__, (name,))))
 
 
 def _convert(hint: Any, value: Any, where: Where) -> Any:

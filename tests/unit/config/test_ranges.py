@@ -102,6 +102,21 @@ def test_a_plugin_declares_ranges_on_the_fields_of_its_config() -> None:
         build_plugin(Timed, {"modes": ["fast", "exat"]}, where="tasks.a")
 
 
+def test_python_may_give_parts_as_mappings_and_gets_the_errors_of_a_file() -> None:
+    given: Any = {"group_size": 4}, {"lora": {"rank": 2}}
+    config = RunConfig(batch=given[0], model=given[1])
+    assert config == RunConfig(batch=BatchConfig(group_size=4), model=ModelConfig(lora=LoraConfig(rank=2)))
+    wrong: Any = {"group_sise": 4}, {"group_size": "4"}, 2.5, "7"
+    with pytest.raises(ConfigError, match=r"RunConfig: batch.group_sise: unknown key .*'group_size'\?"):
+        RunConfig(batch=wrong[0])
+    with pytest.raises(ConfigError, match=r"RunConfig: batch.group_size: expected a whole number, got '4'"):
+        RunConfig(batch=wrong[1])
+    with pytest.raises(ConfigError, match=r"BatchConfig\.prompts_per_step must be a whole number, got 2\.5"):
+        BatchConfig(prompts_per_step=wrong[2])
+    with pytest.raises(ConfigError, match=r"RunConfig\.seed must be a whole number, got '7'"):
+        RunConfig(seed=wrong[3])
+
+
 def test_another_default_keeps_the_range_of_the_base() -> None:
     with pytest.raises(ConfigError, match=r"timeout_s must be > 0, got -1\.0"):
         build_plugin(Patient, {"timeout_s": -1}, where="tasks.a")
