@@ -12,7 +12,6 @@ from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.ppo import PPOConfig, new_run_directory
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
-from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.data.readers import StreamedRows
 from multitask_rl.data.rows import group_rows
@@ -217,7 +216,7 @@ def _loader_of(prompts: Any) -> TaskDataLoader:
     splits = dict(next(iter(tagged.values())))
     if set(splits) == {""} and len(splits[""]) < FEW:
         splits["validation"] = splits[""]
-    return TaskDataLoader(splits={TASK: splits}, weights={TASK: 1.0})
+    return TaskDataLoader(splits={TASK: splits})
 
 
 def _task_rows(tasks: Any, data: Any) -> TaskDataLoader | None:
@@ -231,5 +230,4 @@ def _task_rows(tasks: Any, data: Any) -> TaskDataLoader | None:
     if data is None or not names:
         return None
     loader = get_dataloader(data)
-    splits = {name: splits for name, splits in loader.splits.items() if name in names}
-    return replace(loader, splits=splits, weights=fill_weights(list(splits), {}))
+    return replace(loader, splits={name: own for name, own in loader.splits.items() if name in names})

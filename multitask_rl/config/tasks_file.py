@@ -107,7 +107,7 @@ def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
     check_tasks(specs, Where(next((s.source.rsplit(":", 1)[0] for s in specs.values()), "")))
 
 
-def fill_weights(names: Sequence[str], given: Mapping[str, float | None]) -> dict[str, float]:
+def fill_weights(names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
     """Return weights that sum to 1; a missing one is the mean of those given.
 
     >>> fill_weights(["a", "b"], {"a": 2.0})
@@ -118,11 +118,10 @@ def fill_weights(names: Sequence[str], given: Mapping[str, float | None]) -> dic
             raise ConfigError(
                 f"weight of an unknown task {name!r}{suggest(name, names)} (tasks: {', '.join(names)})"
             )
-        if weight is not None and not 0 <= weight < float("inf"):
+        if not 0 <= weight < float("inf"):
             raise ConfigError(f"the weight of {name!r} must be a finite number >= 0, got {weight!r}")
-    known = [w for w in given.values() if w is not None]
-    mean = sum(known) / len(known) if known else 1.0
-    filled = {name: mean if (w := given.get(name)) is None else float(w) for name in names}
+    mean = sum(given.values()) / len(given) if given else 1.0
+    filled = {name: float(given.get(name, mean)) for name in names}
     total = sum(filled.values())
     if total <= 0:
         raise ConfigError(f"the weights of {', '.join(names)} are all 0; at least one must be > 0")

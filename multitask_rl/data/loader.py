@@ -18,18 +18,17 @@ from multitask_rl.errors import ConfigError, DataError
 
 @dataclass(kw_only=True, slots=True)
 class TaskDataLoader:
-    """Rows of several tasks with their initial weights; what ``Trainer(dataloader=...)`` takes."""
+    """Rows of several tasks, and weights of tasks; what ``Trainer(dataloader=...)`` takes."""
 
     splits: dict[str, dict[str, Rows]]
     """Task -> split -> rows; the split "" holds rows that name none."""
-    weights: dict[str, float]
-    """Task -> initial probability; they sum to 1."""
     batch_size: int = 8
     """Prompts of all tasks together per step."""
     split: str = "train"
     """Split to train on."""
-    given_weights: dict[str, float] = field(default_factory=dict)
-    """The weights as they were given, for the log."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Task -> initial weight, in place of those of the tasks file; a missing one is the mean of those given.
+    Empty: the tasks file's count."""
 
     @property
     def tasks(self) -> list[str]:
@@ -90,13 +89,8 @@ def get_dataloader(
             f"(tasks found: {', '.join(t for t in splits if t) or 'none'})"
         )
     given = dict(task_weights or {})
-    return TaskDataLoader(
-        splits=splits,
-        weights=fill_weights(list(splits), given),
-        batch_size=batch_size,
-        split=split,
-        given_weights=given,
-    )
+    fill_weights(list(splits), given)  # refuses what cannot be weights
+    return TaskDataLoader(splits=splits, weights=given, batch_size=batch_size, split=split)
 
 
 def rows_of(data: Any, where: str) -> dict[str, Rows]:

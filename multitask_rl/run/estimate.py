@@ -112,11 +112,7 @@ def read_shape(config: ModelConfig) -> ModelShape:
 
 def step_workload(plan: RunPlan, tokenizer: Any) -> Workload:
     """Return the samples and tokens of one step of ``plan``, with the tasks' weights as shares."""
-    weights = {name: plan.specs[name].weight for name in plan.trained}
-    mean = sum(w for w in weights.values() if w is not None) / max(
-        1, sum(w is not None for w in weights.values())
-    )
-    shares = {name: (mean or 1.0) if w is None else w for name, w in weights.items()}
+    shares = {name: plan.specs[name].weight for name in plan.trained}
     total = sum(shares.values())
     prompts = plan.config.batch.prompts_per_step
     samples = prompt_tokens = new_tokens = 0.0

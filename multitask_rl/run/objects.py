@@ -19,7 +19,7 @@ from typing import Any
 import cloudpickle
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.tasks_file import SHORT_FORMS, fill_weights
+from multitask_rl.config.tasks_file import SHORT_FORMS
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.errors import ConfigError, PluginError, path_errors
 
@@ -84,7 +84,7 @@ def name_objects(
             task["eval_split"] = "validation"
         plain[name] = {key: str(v) if isinstance(v, Path) else v for key, v in task.items()}
     if splits and loader is None:
-        loader = TaskDataLoader(splits=splits, weights=fill_weights(list(splits), {}), batch_size=0)
+        loader = TaskDataLoader(splits=splits, batch_size=0)
     elif splits and loader is not None:
         loader = replace(loader, splits={**loader.splits, **splits})
     return replace(config, tasks=plain), loader

@@ -136,10 +136,10 @@ class Trainer:
         if actor is None and config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.plan = plan = plan_run(config, dataloader, engine)
-        weights: Mapping[str, float] = {n: plan.specs[n].weight for n in plan.trained}
-        if dataloader is not None and dataloader.given_weights:
-            weights = dataloader.weights
-        self.scheduler = build_scheduler(config, weights)
+        given = dataloader.weights if dataloader is not None else {}
+        if idle := [name for name in given if name in plan.specs and name not in plan.trained]:
+            raise ConfigError(f"task_weights names {idle[0]!r}, which is only evaluated; leave it out")
+        self.scheduler = build_scheduler(config, given or {n: plan.specs[n].weight for n in plan.trained})
         self.guard = build_guard(config)
         bind_controllers(plan, self.scheduler, self.guard, {})
         self.progress = RunProgress()

@@ -14,6 +14,7 @@ from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.cli import main
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, SchedulerConfig
 from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.data import get_dataloader
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
@@ -545,3 +546,21 @@ def test_the_level_of_a_metric_that_is_no_reward_starts_fresh_with_its_definitio
         trainer = train(run_config(tmp_path, "out", most, scheduler=watched, **SMALL))
         steps.append(trainer.scheduler.state_dict()["policy_state"]["traces"]["copy"]["steps"])
     assert steps == [2, 4, 2]
+
+
+def test_weights_given_with_the_rows_are_of_trained_tasks_and_missing_ones_are_filled(tmp_path):
+    more = DIGIT.replace("digit: {", "more: {")
+    write_run(tmp_path, COPY + more + DIGIT.replace("}\n", ", evaluation_only: true}\n"))
+    rows = [
+        {"task": t, "prompt": "a=", "reference": "a"} for t in ("copy", "more", "digit") for _ in range(9)
+    ]
+    with pytest.raises(ConfigError, match="task_weights names 'digit', which is only evaluated"):
+        Trainer(dataloader=get_dataloader(rows, {"digit": 1.0}), config=run_config(tmp_path, "no", 1))
+    with Trainer(
+        dataloader=get_dataloader(rows, {"copy": 3.0}), config=run_config(tmp_path, "out", 1)
+    ) as trainer:
+        assert trainer.scheduler.weights() == {"copy": 0.5, "more": 0.5}
+        trainer.train()
+    (event,) = [json.loads(e) for e in lines(tmp_path / "out", "events.jsonl") if '"weights"' in e][:1]
+    assert event["data"]["given"] == {"copy": 3.0}
+    assert event["data"]["filled"] == ["more"]

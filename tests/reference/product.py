@@ -244,7 +244,6 @@ class Product:
                 }
                 for t in settings.tasks
             },
-            weights={t.name: 1.0 for t in settings.tasks},
             batch_size=settings.prompts_per_step,
         )
         self.trainer = Trainer(actor, None, loader, config=config)

@@ -407,11 +407,10 @@ def multi_task_file(tmp_path: Path) -> str:
     return write_jsonl(tmp_path / "multi.jsonl", rows)
 
 
-def test_dataloader_holds_rows_by_task_and_normalised_weights(tmp_path: Path) -> None:
+def test_dataloader_holds_rows_by_task_and_weights_as_given(tmp_path: Path) -> None:
     loader = get_dataloader(dataset_path=multi_task_file(tmp_path), task_weights={"math": 3.0}, batch_size=4)
     assert loader.tasks == ["code", "math"]
-    assert loader.weights == {"code": 0.5, "math": 0.5}
-    assert (loader.batch_size, loader.given_weights) == (4, {"math": 3.0})
+    assert (loader.batch_size, loader.weights) == (4, {"math": 3.0})
     train, held_out = loader.load(spec(), "train"), loader.load(spec(), "eval")
     assert sorted(ids([*train, *held_out])) == sorted(f"r{i}" for i in range(1, 100, 2))
 
