@@ -34,7 +34,7 @@ from hostile_texts import hostile_texts
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.records import Failure, NotApplicable, Rollout, Score, Turn, Verdict
-from multitask_rl.scoring.adapt import resolve_constraint, resolve_reward
+from multitask_rl.scoring.adapt import find_plugin, resolve_reward
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.testing import make_rollout
 
@@ -273,7 +273,7 @@ def run(check: Check, number: int, stream: random.Random, step: int) -> dict[str
     spec = TaskSpec(name="t")
     if check.is_constraint:
         spec.constraints = [ConstraintSpec(plugin=check.plugin, name=name, config=check.config or {})]
-        limit_s = resolve_constraint(spec.constraints[0], check.plugin).traits.timeout_s
+        limit_s = find_plugin("constraint", check.plugin, name).build(check.config or {}).traits.timeout_s
     else:
         spec.rewards = [RewardSpec(plugin=check.plugin, name=name, config=check.config or {})]
         limit_s = resolve_reward(spec.rewards[0], check.plugin).traits.timeout_s

@@ -90,7 +90,7 @@ def learn(
             held_out = {t: mean(stream.random() < p for _ in range(256)) for t, p in levels.items()}
             errors = {t: math.sqrt(level * (1.0 - level) / 256) for t, level in held_out.items()}
             scheduler.calibrate(held_out, step, errors)
-        quotas = scheduler.quotas(PROMPTS, step)
+        quotas = scheduler.quotas(PROMPTS)
         num_form = quotas.pop("form", 0)
         wasted += num_form
         stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
@@ -109,7 +109,7 @@ def learn_with_transfer(policy: str, planted: str, seed: int, steps: int = 1000)
     scheduler, stream = bound(policy, dict.fromkeys(STARTS, 1.0)), random.Random(seed)
     practice, levels = dict.fromkeys(STARTS, 0.0), dict(STARTS)
     for step in range(steps):
-        quotas = scheduler.quotas(PROMPTS, step)
+        quotas = scheduler.quotas(PROMPTS)
         stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
         if scheduler.compares_gradients(step):
             for task, other in itertools.combinations(stats, 2):
@@ -139,7 +139,7 @@ def learn_briefly(policy: str, seed: int, **config: Any) -> tuple[float, float, 
             # as the intervals of evaluations: not 0 where all are right
             errors = {t: math.sqrt(max(p * (1.0 - p), 0.02) / SHORT_HELD_OUT) for t, p in held_out.items()}
             scheduler.calibrate(held_out, step, errors)
-        quotas = scheduler.quotas(SHORT_PROMPTS, step)
+        quotas = scheduler.quotas(SHORT_PROMPTS)
         stats = {t: sample(t, levels[t], n, stream) for t, n in quotas.items() if n}
         scheduler.update(stats, step)
         for task, own in stats.items():
@@ -160,7 +160,7 @@ def off(policy: str, seed: int, steps: int = 600) -> list[float]:
     weights = {"a": 0.25, "b": 0.5, "c": 0.25}
     scheduler, stream, found = bound(policy, weights), random.Random(seed), []
     for step in range(steps):
-        quotas = scheduler.quotas(PROMPTS, step)
+        quotas = scheduler.quotas(PROMPTS)
         scheduler.update({t: sample(t, 0.4, n, stream) for t, n in quotas.items() if n}, step)
         found.append(max(abs(share - weights[t]) for t, share in scheduler.weights().items()))
     return found

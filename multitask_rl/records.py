@@ -313,11 +313,6 @@ class Scored:
     tokens: TokenRecord | None = None
     """Of a record that trackers get; None before."""
 
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Sort key: the place of the record in its batch."""
-        return self.rollout.order
-
 
 def is_sum_of_terms(scored: Scored) -> bool:
     """Return whether the reward is the sum of ``terms``, but for rounding; True without terms."""

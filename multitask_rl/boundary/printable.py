@@ -47,6 +47,11 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
     return f"{line[:half]} [{len(line) - 2 * half} characters] {line[-half:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class EscapingFilter(logging.Filter):
     """Makes the message of every record printable and its addresses free of secrets; for handlers."""
 

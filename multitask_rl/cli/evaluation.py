@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.cli.comparison import compare, group_runs, render_comparison
-from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate, print_evaluations
+from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate
 from multitask_rl.config.run import RECORD, RunConfig, recorded_config
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import SamplingSettings, TaskEvaluation
+from multitask_rl.records import SamplingSettings
+from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.tracking.jsonl import append_evaluations, dump_line, evaluation_row
 from multitask_rl.tracking.reading import read_run
 
@@ -115,7 +116,7 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
     anchors: dict[tuple[str, int], AnchorState] = {}
     refused: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
-        results: dict[str, dict[str, TaskEvaluation]] = {}
+        results: dict[str, Evaluations] = {}
         for number, (name, directory) in enumerate(models.items()):
             model = replace(config.model, name_or_path=directory)
             own = Path(folder) / str(number)
@@ -131,7 +132,7 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         return
     for name, own_results in results.items():
         print(f"{name}:")
-        print_evaluations(own_results)
+        print(own_results)
         print()
     if compared is not None:
         sys.stdout.write(render_comparison({**compared, "config": None}) + "\n")
@@ -156,7 +157,7 @@ def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict
 
 def _of_model(
     config: RunConfig, anchors: dict[tuple[str, int], AnchorState], refused: dict[str, dict[str, float]]
-) -> dict[str, TaskEvaluation]:
+) -> Evaluations:
     """Evaluate a model, the second one on what the first one has left in ``anchors`` and ``refused``.
 
     ``anchors``: by task and hash of the vocabulary the texts of an anchor; a model with another vocabulary

@@ -175,7 +175,7 @@ def _selected(
         if reward is not None:
             # a reward that the task has keeps its configuration
             own = next((r for r in spec.rewards if reward in (r.name, r.plugin)), None)
-            own = own or RewardSpec(plugin=reward, name=reward.rsplit(":", 1)[-1].replace(".", "_"))
+            own = own or RewardSpec(plugin=reward)
             own = replace(own, weight=1.0, config=own.config if config is None else config)
             spec = replace(spec, rewards=[own], source="--reward")
         chosen[name] = spec

@@ -99,7 +99,7 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
 
 def _check(spec: TaskSpec, warnings: list[str]) -> str:
     """Check plugin configuration and data of one task; return a note on it and add to ``warnings``."""
-    where = f"{spec.source}: tasks.{spec.name}"
+    where = spec.where
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
     keys = Where(path=(f"{where}.algorithm_config",))
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
@@ -160,7 +160,7 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
                 except UnavailableError as error:
                     # an error of the constructor names the place, one of the warm-up does not
                     said = str(error).startswith(spec.source)
-                    where = "" if said else f"{spec.source}: tasks.{name}: "
+                    where = "" if said else f"{spec.where}: "
                     warnings.append(f"{where}{error} train refuses it on this machine.")
         return warnings
     return []
@@ -180,7 +180,7 @@ def _open_a_world(specs: Mapping[str, TaskSpec]) -> None:
                 answers = [answer for _, answer in pool.poll(spec.turn_timeout_s)]
             if isinstance(answers[0], Failure):
                 raise ConfigError(
-                    f"{spec.source}: tasks.{name}.environment: {spec.environment!r} fails on the first row "
+                    f"{spec.where}.environment: {spec.environment!r} fails on the first row "
                     f"({answers[0].kind.value}: {answers[0].message}); --quick validates without opening it"
                 )
 
@@ -201,7 +201,7 @@ def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
         for plugin, result in results.items():
             if isinstance(result, Failure):
                 raise ConfigError(
-                    f"{specs[name].source}: tasks.{name}: {plugin!r} fails on the first row "
+                    f"{specs[name].where}: {plugin!r} fails on the first row "
                     f"({result.kind.value}: {result.message}); --quick validates without calling it"
                 )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +31,7 @@ from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
-from multitask_rl.records import TaskEvaluation
 from multitask_rl.run.interrupts import stopping_on_signals
-from multitask_rl.statistics.evaluations import Evaluations
 
 if TYPE_CHECKING:
     from multitask_rl.trainer import Trainer
@@ -230,7 +228,7 @@ def _train(config: RunConfig) -> None:
             print(f"go on with: multitask-rl train output_dir={config.output_dir}", file=sys.stderr)
         raise
     if config.tracking.console != "json":  # which has had them, as ``held_out``
-        print_evaluations(evaluations)
+        print(evaluations)
 
 
 def _trainer(config: RunConfig) -> Trainer:
@@ -257,12 +255,7 @@ def _evaluate(config: RunConfig) -> None:
     why = "checkpoint.resume=never" if resume == "never" else f"{run} has no checkpoint"
     untrained = f"the untrained model {config.model.name_or_path} ({why})"
     print(f"weights: {untrained if restored is None else f'{restored} (step {trainer.step})'}")
-    print_evaluations(evaluations)
-
-
-def print_evaluations(evaluations: Mapping[str, TaskEvaluation]) -> None:
-    """Print ``Evaluations``: one line per task."""
-    print(Evaluations(evaluations))
+    print(evaluations)
 
 
 @contextmanager

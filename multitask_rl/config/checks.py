@@ -173,7 +173,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             f"{where.at('constraints')}: modes penalty and lagrangian act on rewards, which type distill "
             "does not train on; use mode reject or grammar"
         )
-    known = ["reward", *(r.name or r.plugin for r in spec.rewards)]
+    known = ["reward", *(r.name for r in spec.rewards)]
     if spec.primary_metric.split("/", 1)[0] not in known:
         raise ConfigError(
             f"{where.at('primary_metric')}: primary_metric {spec.primary_metric!r} is none of the task's "

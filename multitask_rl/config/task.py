@@ -24,6 +24,11 @@ from multitask_rl.records import SamplingParams
 PASS_RATE = "pass_rate"
 
 
+def short_name(plugin: str) -> str:
+    """Return ``f`` for ``a.b:f``, ``bleu`` for ``evaluate:bleu``."""
+    return plugin.rsplit(":", 1)[-1].rsplit("/", 1)[-1].replace(".", "_")
+
+
 @dataclass(kw_only=True, slots=True)
 class RewardSpec(Settings):
     """One reward of a task."""
@@ -31,7 +36,7 @@ class RewardSpec(Settings):
     plugin: str
     """Entry-point name, ``module:function``, ``file.py:function`` or a foreign prefix (``trl:...``)."""
     name: str = ""
-    """Name in logs; default: the plugin's."""
+    """Name in metrics; default: the last part of ``plugin``: ``f`` of ``a.b:f``."""
     weight: float = 1.0
     """Weight in the task's reward; 0 = metric only."""
     overrun: float | None = None
@@ -41,6 +46,11 @@ class RewardSpec(Settings):
     """Keys of the plugin's ``Config``."""
     device: str = ""
     """Device of a plugin with a model; empty = from the device map, else its default."""
+
+    def __post_init__(self) -> None:
+        """Check ranges; fill in the name."""
+        Settings.__post_init__(self)
+        self.name = self.name or short_name(self.plugin)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,7 +93,7 @@ class ConstraintSpec(Settings):
     plugin: str = ""
     """Entry-point name, ``module:function`` or ``file.py:function``; none in mode ``grammar``."""
     name: str = ""
-    """Name in logs; default: the plugin's."""
+    """Name in metrics; default: the last part of ``plugin``: ``f`` of ``a.b:f``."""
     mode: Annotated[str, OneOf("reject", "penalty", "lagrangian", "grammar")] = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
     ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: mask tokens in sampling."""
@@ -103,6 +113,11 @@ class ConstraintSpec(Settings):
     ``json_schema``, ``choices`` (a list of texts)."""
     device: str = ""
     """Device of a plugin with a model; empty = from the device map, else its default."""
+
+    def __post_init__(self) -> None:
+        """Check ranges; fill in the name."""
+        Settings.__post_init__(self)
+        self.name = self.name or short_name(self.plugin) or "grammar"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -242,6 +257,11 @@ class TaskSpec(Settings):
         self.evaluation_only = self.evaluation_only or self.kind == "anchor"
         if self.kind == "sft" and not self.answer:
             self.answer = "{answer}"
+
+    @property
+    def where(self) -> str:
+        """Its place for messages: ``tasks.yaml:3: tasks.math``, or ``tasks.math`` if it is from Python."""
+        return ": ".join(part for part in (self.source, f"tasks.{self.name}") if part)
 
     @property
     def kind(self) -> str:

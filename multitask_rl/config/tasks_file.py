@@ -27,7 +27,7 @@ from multitask_rl.config.checks import (
 )
 from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields, suggest
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
-from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec, short_name
 from multitask_rl.errors import ConfigError, MultitaskRLError
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
@@ -265,7 +265,7 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> dict[str, Any
         listed = raw.get("rewards")
         items = [*(listed if isinstance(listed, list) else []), raw.get("reward_model", "")]
         mappings = (item if isinstance(item, Mapping) else {"plugin": item} for item in items)
-        names = {str(m.get("name") or _short_name(str(m.get("plugin") or ""))) for m in mappings}
+        names = {str(m.get("name") or short_name(str(m.get("plugin") or ""))) for m in mappings}
         if str(settings.get("primary_metric", "")).partition("/")[0] not in names:
             settings.pop("primary_metric", None)
     return {**settings, **raw}
@@ -281,18 +281,12 @@ def _plugins(cls: type[S], items: Any, where: Where, task: TaskSpec) -> list[S]:
         if not isinstance(item, (str, Mapping)):
             raise ConfigError(f"{here}: expected a plugin's name or a mapping with 'plugin', got {item!r}")
         spec = build_dataclass(cls, {"plugin": item} if isinstance(item, str) else item, here)
-        spec.name = spec.name or _short_name(spec.plugin) or "grammar"
         if any(other.name == spec.name for other in specs):
             raise ConfigError(f"{here}: the name {spec.name!r} is taken; give this one another 'name'")
         spec.plugin = _resolve_plugin(spec.plugin, where)
         spec.device = spec.device or str(spec.config.get("device", "")) or task.device
         specs.append(spec)
     return specs
-
-
-def _short_name(plugin: str) -> str:
-    """Return the name in logs: ``f`` for ``a.b:f``, ``bleu`` for ``evaluate:bleu``."""
-    return plugin.rsplit(":", 1)[-1].rsplit("/", 1)[-1].replace(".", "_")
 
 
 def _beside(text: str, where: Where) -> str:

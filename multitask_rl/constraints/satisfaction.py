@@ -33,7 +33,7 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
     for constraint in spec.constraints:
         if constraint.limit is None:
             continue
-        name = constraint.name or constraint.plugin
+        name = constraint.name
         prefix, rate = f"{PREFIX}{name}/", violations(name, scored, of_served=False)
         bound = rate_upper_bound(round(rate.mean * rate.n) if rate.n else 0, rate.n)
         for key, value, direction in (
@@ -68,7 +68,7 @@ def constraint_warnings(
     known = {n for p in spec.rewards for n in (p.name, p.plugin)}
     known |= {n for p in spec.constraints for n in (p.name, p.plugin)}
     for constraint in spec.constraints:
-        name, limit = constraint.name or constraint.plugin, constraint.limit
+        name, limit = constraint.name, constraint.limit
         if limit is not None and num_prompts is not None and num_prompts < smallest_number(limit):
             remedy = "a limit of 0 can never be proved; allow a small one"
             if limit > 0:

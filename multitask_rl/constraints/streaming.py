@@ -46,7 +46,7 @@ class StreamJudge:
         for seed, ids in partial:
             slot, spec = self._slots[seed]
             streaming = [c for c in spec.constraints if c.stream_every]
-            if names := {c.name or c.plugin for c in streaming if len(ids) % c.stream_every == 0}:
+            if names := {c.name for c in streaming if len(ids) % c.stream_every == 0}:
                 due[seed], text = names, self._text(slot, ids)
                 rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
         ended: set[int] = set()

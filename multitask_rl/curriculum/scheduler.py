@@ -288,8 +288,8 @@ class DynamicTaskWeightScheduler:
         self._factors = {} if is_frozen else known
         self._shares = None
 
-    def quotas(self, num_prompts: int, step: int) -> dict[str, int]:
-        """Return how many prompts each task gets at ``step``, sum ``num_prompts``; advances the state."""
+    def quotas(self, num_prompts: int) -> dict[str, int]:
+        """Return how many of ``num_prompts`` prompts each task gets in the next step; advances the state."""
         counts, self.carry = apportion(self.weights(), num_prompts, self.carry, self._tie_break)
         return counts
 

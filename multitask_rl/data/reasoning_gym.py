@@ -52,7 +52,7 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
     asked for, with the columns ``id``, ``prompt``, ``question``, ``answer``, ``metadata`` and
     ``metadata_literal`` (see ``entry_of``); all of them JSON. Raises as ``create_generator``.
     """
-    where = f"{spec.source or 'tasks'}: tasks.{spec.name}.dataset_config"
+    where = f"{spec.where}.dataset_config"
     given = dict(spec.dataset_config)
     size, seed = given.pop("size", _SIZE), given.pop("seed", 0)
     for key, value, low in (("size", size, 1), ("seed", seed, 0)):

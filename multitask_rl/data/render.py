@@ -71,7 +71,7 @@ class Conversation:
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if spec.chat and not has_template:
             raise ConfigError(
-                f"{spec.source or 'tasks'}: tasks.{spec.name}.chat is true, but the tokenizer has no chat "
+                f"{spec.where}.chat is true, but the tokenizer has no chat "
                 f"template; set chat: false or use a model with one"
             )
         self._task = spec.name
@@ -345,7 +345,7 @@ def check_rows(
                     f"; name the column of the prompts in the task, such as prompt: '{{{next(iter(row))}}}'"
                 )
             raise DataError(
-                f"{spec.source or 'tasks'}: tasks.{spec.name}: row {label} of {place} lacks "
+                f"{spec.where}: row {label} of {place} lacks "
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )

@@ -58,7 +58,7 @@ def load_rows(
     if split not in ("train", "eval"):
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
     if not spec.dataset and (own is None or (split == "eval" and spec.eval_dataset)):
-        raise DataError(f"{spec.source or 'tasks'}: task {spec.name!r} has no data set")
+        raise DataError(f"{spec.where} has no data set")
     if split == "eval" and spec.eval_dataset:
         splits = _read(spec, spec.eval_dataset)
     else:
@@ -91,7 +91,7 @@ def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tupl
     """Return training rows (split ``wanted``) and held-out rows: none beside an ``eval_dataset``."""
     if spec.eval_split == wanted and spec.eval_dataset in ("", spec.dataset):
         raise ConfigError(
-            f"{spec.source or 'tasks'}: tasks.{spec.name}.eval_split: {wanted!r} is the split that is "
+            f"{spec.where}.eval_split: {wanted!r} is the split that is "
             "trained on, so nothing would be held out; name another, or give other rows in eval_dataset"
         )
     train = splits.get("") or ()
@@ -180,12 +180,12 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
     task = build_plugin(
         load_plugin(TASKS, name, expects=["rows"]),
         spec.dataset_config,
-        where=f"{spec.source}: tasks.{spec.name}.dataset_config",
+        where=f"{spec.where}.dataset_config",
     )
     kept_apart = tuple(getattr(task, "evaluation_splits", ()))
     if spec.split in kept_apart and not spec.evaluation_only:
         raise DataError(
-            f"{spec.source or 'tasks'}: task {spec.name!r} would train on split {spec.split!r} of {name!r}, "
+            f"{spec.where} would train on split {spec.split!r} of {name!r}, "
             f"which is kept for evaluation ({', '.join(kept_apart)}); train on another split, or set "
             "evaluation_only: true"
         )
@@ -207,7 +207,7 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     if not rows:
         have = ", ".join(f"{name or '(none)'}: {len(r)} rows" for name, r in splits.items())
         raise DataError(
-            f"{spec.source or 'tasks'}: task {spec.name!r} has no rows of split {split!r} "
+            f"{spec.where} has no rows of split {split!r} "
             f"(there are {have}); set 'split' or 'eval_split' to one that has"
             + (", or leave it out: the rows name no split" if set(splits) == {""} else "")
         )

@@ -38,7 +38,7 @@ class WorldSpec:
         return cls(
             reference=spec.environment,
             config=spec.environment_config,
-            where=f"{spec.source or 'tasks'}: tasks.{spec.name}.environment",
+            where=f"{spec.where}.environment",
             timeout_s=spec.turn_timeout_s,
             max_tool_calls=spec.max_tool_calls,
         )

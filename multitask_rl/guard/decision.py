@@ -81,8 +81,9 @@ class GuardDecision:
     judged_good: bool = False
     """The evaluated weights have not regressed in any watched metric: a rollback may return to them."""
     task: str = ""
-    """The task that regressed, for every action but ``keep``, and its ``metric``."""
+    """The task that regressed; empty with the action ``keep``."""
     metric: str = ""
+    """What of it regressed."""
     reason: str = ""
     """One sentence for a person."""
     statistics: Mapping[str, float] = field(default_factory=dict)

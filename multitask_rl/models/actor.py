@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.attention.float32 import use_float32_attention
+from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import CheckpointError, ConfigError
@@ -505,7 +506,7 @@ def load_actor(
                 raise
             if attention != "auto":
                 raise ConfigError(
-                    f"model.attn_implementation={attention}: {str(error).strip().splitlines()[0]} Set "
+                    f"model.attn_implementation={attention}: {first_line(error)} Set "
                     "model.attn_implementation=auto."
                 ) from error
             # the model has attention of its own, or none (GPT-OSS, Mamba)
@@ -520,7 +521,7 @@ def load_actor(
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = first_line(error)
         if model_below(name) != name:
             raise ConfigError(
                 f"model.name_or_path {name!r} holds adapters, and the model that they name, "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import LoraConfig
 from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError
 from multitask_rl.models.weights import WeightStream, like_of
@@ -81,9 +82,8 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
     try:
         merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, directory).merge_and_unload()
     except (RuntimeError, ValueError, AttributeError) as error:
-        told = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"the adapters of {directory} cannot be merged into {model.name_or_path}: {told}"
+            f"the adapters of {directory} cannot be merged into {model.name_or_path}: {first_line(error)}"
         ) from error
     return merged.requires_grad_()  # peft freezes what is below its adapters
 

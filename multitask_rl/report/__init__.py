@@ -1,1 +1,1 @@
-"""The page of a run: one HTML file that works offline."""
+"""Pages of runs as HTML files that work offline, summaries, and comparisons of runs."""

@@ -18,8 +18,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.report.samples import CHUNK, Samples, deflated
 from multitask_rl.report.shell import render_shell
 from multitask_rl.report.summary import summarise_run
-from multitask_rl.tracking.base import Trackers
-from multitask_rl.tracking.console import ALARM_KINDS
+from multitask_rl.tracking.base import ALARM_KINDS, Trackers
 from multitask_rl.tracking.jsonl import RECORDS
 from multitask_rl.tracking.machine import read_machine
 from multitask_rl.tracking.reading import RunRecord, read_lines, read_run

@@ -65,7 +65,7 @@ class RunParts:
     engine: RolloutEngine
     learner: Learner
     flow: DataFlow
-    """The stages of a step, with those of the user: ``sampling``, then ``learning``."""
+    """All stages of a step, with those of the user."""
     learning: DataFlow
     """From the advantages on."""
     advantages: AdvantageStage

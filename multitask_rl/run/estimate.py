@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from multitask_rl.algorithms.anchor import measures_kl
+from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -263,7 +264,7 @@ def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float)
         plan: of the run.
         parameters: of the actor.
         trainable: those that are trained; with adapters those of the adapters.
-        tokens: of a prompt and its response.
+        tokens: of a stored response, with its prompt where that is known.
     """
     config = plan.config
     width = _width(plan)
@@ -477,7 +478,7 @@ def _empty_model(config: ModelConfig, layers: int = 0, device: str = "meta") -> 
         with torch.device(device):
             return own, AutoModelForCausalLM.from_config(own, trust_remote_code=trust)
     except (OSError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        first = first_line(error)
         raise ConfigError(
             f"model.name_or_path {config.name_or_path!r}: its configuration cannot be read ({first}); give "
             "the directory or Hugging Face id of a causal language model"

@@ -15,7 +15,7 @@ def check_learnable(spec: TaskSpec, algorithm: Algorithm, group_size: int | None
     """
     if spec.evaluation_only:
         return
-    where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
+    where = spec.where
     if not algorithm.trains:
         raise ConfigError(f"{where}.type: {spec.type} trains nothing; set evaluation_only: true")
     # Rejected attempts stand beside the accepted one, so that a group of one may hold several.

@@ -187,7 +187,7 @@ def plan_run(
         _check_task(spec, plan)
         if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):
             raise ConfigError(
-                f"{spec.source or 'tasks'}: tasks.{name}.curriculum.by={spec.curriculum.by!r} sorts all rows "
+                f"{spec.where}.curriculum.by={spec.curriculum.by!r} sorts all rows "
                 "into pools, and streamed rows are not known beforehand; leave curriculum out, or streaming"
             )
         if spec.curriculum.by not in ("", PASS_RATE):
@@ -246,7 +246,7 @@ def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
     named += [("constraint", c.plugin, c.config) for c in spec.judged]
     for kind, reference, config in named:
         if reference.partition(":")[0] not in FOREIGN_PREFIXES:
-            source = find_plugin(kind, reference, f"{spec.source or 'tasks'}: tasks.{spec.name}.{kind}s")
+            source = find_plugin(kind, reference, f"{spec.where}.{kind}s")
             needs.update(source.traits.needs)
             parameters.update(source.check(config))
     return needs, parameters
@@ -312,7 +312,7 @@ def load_specs(config: RunConfig) -> dict[str, TaskSpec]:
 def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
     """Refuse settings of a task that would have no effect, or that the run cannot provide."""
     config, algorithm, kl = plan.config, plan.algorithms[spec.name], spec.kl
-    where = f"{spec.source or 'tasks'}: tasks.{spec.name}"
+    where = spec.where
     if any(c.mode == "lagrangian" for c in spec.constraints) and not algorithm.on_policy:
         raise ConfigError(
             f"{where}.constraints: mode lagrangian acts on advantages, which {spec.type} does not form; use "
@@ -435,7 +435,7 @@ def check_overlap(plan: RunPlan) -> None:
     for name, spec in plan.specs.items():
         if spec.environment and quorum < 1.0 and plan.config.rollout.lockstep:
             raise ConfigError(
-                f"{spec.source or 'tasks'}: tasks.{name}.environment: batch.quorum={quorum:g} lets a step go "
+                f"{spec.where}.environment: batch.quorum={quorum:g} lets a step go "
                 "on without the episodes of slow worlds, so the clock decides what it learns from; "
                 "rollout.lockstep=true makes every turn wait for the slowest world, so that a run can be "
                 "repeated: set one of them to its default (batch.quorum=1, rollout.lockstep=false)"
@@ -443,7 +443,7 @@ def check_overlap(plan: RunPlan) -> None:
         algorithm = plan.algorithms[name]
         if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:
             raise ConfigError(
-                f"{spec.source or 'tasks'}: tasks.{name}.algorithm_config.truncated_is is 0, and with "
+                f"{spec.where}.algorithm_config.truncated_is is 0, and with "
                 f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
                 "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
             )

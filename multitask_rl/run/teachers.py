@@ -40,7 +40,7 @@ def load_teachers(
     for name, spec in specs.items():
         if not spec.teacher:
             continue
-        where = f"{spec.source or 'tasks'}: tasks.{name}.teacher"
+        where = f"{spec.where}.teacher"
         former = str((recorded.get(name) or recorded.get(spec.renamed_from) or {}).get("teacher", ""))
         try:
             is_same = Path(spec.teacher) in Path(former).parents and Path(former).is_dir()

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from multitask_rl.config.task import ConstraintSpec, RewardSpec
-from multitask_rl.contracts import Constraint, PluginTraits, Reward
+from multitask_rl.config.task import RewardSpec
+from multitask_rl.contracts import PluginTraits, Reward
 from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.plugins import CONSTRAINTS, REWARDS, Located, build_config, build_plugin, locate
 from multitask_rl.scoring.foreign import FOREIGN, ForeignReward, build_foreign
@@ -127,9 +127,3 @@ def resolve_reward(spec: RewardSpec, where: str) -> Reward:
     """Return the reward of ``spec``; raises as ``find_plugin`` and ``PluginSource.build``."""
     reward: Reward = find_plugin("reward", spec.plugin, where).build(spec.config)
     return reward
-
-
-def resolve_constraint(spec: ConstraintSpec, where: str) -> Constraint:
-    """Return the constraint of ``spec``; raises as ``resolve_reward``."""
-    constraint: Constraint = find_plugin("constraint", spec.plugin, where).build(spec.config)
-    return constraint

@@ -79,9 +79,9 @@ class RewardPool:
         """Find, check and build every plugin, start workers; an unusable one raises as ``find_plugin``."""
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
-            where = f"{task.source + ': ' if task.source else ''}tasks.{task.name}"
+            where = task.where
             for kind, named in (("rewards", task.rewards), ("constraints", task.constraints)):
-                names = Counter(spec.name or spec.plugin for spec in named)
+                names = Counter(spec.name for spec in named)
                 if twice := [name for name, count in names.items() if count > 1]:
                     message = f"{twice[0]!r} is there twice; give each a 'name' of its own"
                     raise ConfigError(f"{where}.{kind}: {message}")
@@ -300,7 +300,7 @@ def _task_plugin(
     task: TaskSpec, spec: RewardSpec | ConstraintSpec, plan: PluginPlan, lane: Lane
 ) -> TaskPlugin:
     """Return the plugin of one task; ``ConfigError`` if weight or ``overrun`` does not fit its traits."""
-    name, weight, traits = spec.name or spec.plugin, spec.weight, lane.facts.traits
+    name, weight, traits = spec.name, spec.weight, lane.facts.traits
     if isinstance(spec, ConstraintSpec):
         verdict = Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
         return TaskPlugin(name, weight, plan.key, lane, verdict)
@@ -333,7 +333,7 @@ def plan_plugin(
     ``find_plugin`` and ``PluginSource.check``.
     """
     kind = "reward" if isinstance(spec, RewardSpec) else "constraint"
-    where = f"{task.source + ': ' if task.source else ''}tasks.{task.name}.{kind}s[{index}]"
+    where = f"{task.where}.{kind}s[{index}]"
     reference = absolute_reference(spec.plugin)
     source = find_plugin(kind, reference, where)
     config = dict(spec.config)
@@ -352,7 +352,7 @@ def plan_plugin(
         kind=kind,
         reference=reference,
         config=config,
-        source=spec.name or spec.plugin,
+        source=spec.name,
         where=where,
         key=hashlib.blake2b(identity.encode(), digest_size=16).digest(),
         isolate=source.isolates(config),

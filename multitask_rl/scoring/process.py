@@ -52,7 +52,7 @@ class Progress:
 
 
 def encode(result: Result) -> tuple[Any, ...]:
-    """Return ``result`` as a tuple of plain values (a frozen slots dataclass pickles ten times slower)."""
+    """Return ``result`` as a tuple of plain values, which pickles three times faster."""
     if isinstance(result, records.Score):
         return ("s", result.value, dict(result.components), result.answer)
     if isinstance(result, records.NotApplicable):
@@ -66,11 +66,7 @@ def decode(parts: tuple[Any, ...]) -> Result:
     """Return the result that ``encode`` turned into ``parts``."""
     tag = parts[0]
     if tag == "s":
-        return (
-            records.Score(value=parts[1], components=parts[2], answer=parts[3])
-            if len(parts) > 2
-            else records.Score(value=parts[1])
-        )
+        return records.Score(value=parts[1], components=parts[2], answer=parts[3])
     if tag == "n":
         return records.NOT_APPLICABLE
     if tag == "v":

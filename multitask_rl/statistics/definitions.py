@@ -74,7 +74,7 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
         return dict.fromkeys(of_texts, True)
     if spec.kind == "anchor":
         found |= dict.fromkeys([*of_texts, "turnover", "pass@1"], True)
-    found |= {f"reward/{r.name or r.plugin}": True for r in spec.rewards}
+    found |= {f"reward/{r.name}": True for r in spec.rewards}
     if (samples := spec.eval_samples) > 1:
         found |= {f"pass@{k}": True for k in _sizes(samples)} | {f"maj@{samples}": True}
     if spec.grammar:
@@ -84,7 +84,7 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
     names = ("cost", "flagged_rate", "rejection_rate", "violation_rate", "served_violation_rate")
     found |= dict.fromkeys(names, True)
     for c in spec.constraints:
-        name = c.name or c.plugin
+        name = c.name
         found[f"cost/{name}"] = True
         if c.limit is not None:
             rates = ["violation_rate"] + (["served_violation_rate"] if c.mode == "reject" else [])
@@ -113,17 +113,17 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
 
     judges = [
-        [c.name or c.plugin, c.plugin, c.config, c.mode, c.max_attempts, c.stream_every, c.weight > 0]
+        [c.name, c.plugin, c.config, c.mode, c.max_attempts, c.stream_every, c.weight > 0]
         for c in spec.judged
     ]
     penalties = [[c.plugin, c.config, -c.weight] for c in spec.judged if c.mode == "penalty" and c.weight]
     weighed = [[r.plugin, r.config, r.overrun, r.weight] for r in spec.rewards if r.weight]
     rejected = [["rejected", spec.algorithm_config.get("rejected_reward")]]
-    found = {f"reward/{r.name or r.plugin}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
+    found = {f"reward/{r.name}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
     found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
     found["constraint"] = digest(*judges)
     for c in spec.judged:
-        found[f"rule/{c.name or c.plugin}"] = digest([c.plugin, c.config, c.stream_every])
+        found[f"rule/{c.name}"] = digest([c.plugin, c.config, c.stream_every])
     name = spec.primary_metric.partition("/")[0]
     parts = list(Path(spec.teacher).parts)
     if not spec.is_scored:  # of a run: its name, "checkpoints", step, "actor"
@@ -208,7 +208,7 @@ class TaskMetrics:
         Rewards whose value is NaN do not apply and add nothing. A penalty that does not apply is one of 0.
         """
         low = high = 0.0
-        names = [r.name or r.plugin for r in self._spec.rewards if r.weight]
+        names = [r.name for r in self._spec.rewards if r.weight]
         for index, (weight, value) in enumerate(terms):
             if index >= len(names):
                 low, high = low + min(weight, 0.0), high + max(weight, 0.0)
@@ -250,7 +250,7 @@ class TaskMetrics:
         final = served(scored)
         ends = [s for s in final if not _has_failed(s)]
         numbers: dict[str, _Column] = {}
-        names = ["reward", *(r.name or r.plugin for r in self._spec.rewards)]
+        names = ["reward", *(r.name for r in self._spec.rewards)]
         for plugin, result in (pair for s in ends for pair in s.breakdown.items()):
             if isinstance(result, Score):
                 names += [plugin, *(f"{plugin}/{part}" for part in result.components)]
@@ -354,7 +354,7 @@ class TaskMetrics:
         if name == "reward":
             if not self._spec.rewards:  # 1 - cost
                 return _GOOD_RATE
-            of = [(r, self._traits.get(r.name or r.plugin, PluginTraits())) for r in self._spec.rewards]
+            of = [(r, self._traits.get(r.name, PluginTraits())) for r in self._spec.rewards]
             weights = [r.weight if own.higher_is_better else -r.weight for r, own in of if r.weight]
             weights += [-c.weight for c in self._spec.constraints if c.mode == "penalty"]
             return _Kind(Direction.higher, *self._ends([(weight, 0.0) for weight in weights]))

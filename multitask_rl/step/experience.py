@@ -198,7 +198,7 @@ class ExperienceSource:
         stop = min([*due, max(config.max_steps, step + 1)])
         for one in range(first, min(step + self._lag, stop - 1) + 1):
             weights, carry = self._scheduler.weights(), dict(self._scheduler.carry)
-            quotas = self._scheduler.quotas(config.batch.prompts_per_step, one)
+            quotas = self._scheduler.quotas(config.batch.prompts_per_step)
             before = {
                 "carry": carry,
                 "after": dict(self._scheduler.carry),

@@ -509,7 +509,7 @@ class ConstraintStage(StreamingStage):
 
     def _judged(self, rollout: Rollout, verdicts: Mapping[str, Verdict | Failure]) -> Rollout:
         rollout = _with_verdicts(rollout, verdicts)
-        rejecting = {c.name or c.plugin for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
+        rejecting = {c.name for c in self._tasks[rollout.task].spec.judged if c.mode == "reject"}
         rejected = any(
             isinstance(v, Verdict) and v.violated for name, v in rollout.verdicts.items() if name in rejecting
         )
@@ -748,7 +748,7 @@ class RewardStage(StreamingStage):
             if constraint.mode == "penalty" and not constraint.weight:  # only measured
                 continue
             own = costs.setdefault(constraint.mode, [])
-            verdict = scored.rollout.verdicts.get(constraint.name or constraint.plugin)
+            verdict = scored.rollout.verdicts.get(constraint.name)
             cost = verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else math.nan
             if not math.isnan(cost):
                 own.append(cost)

@@ -197,7 +197,7 @@ def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
         name: build_plugin(
             load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select")),
             spec.algorithm_config,
-            where=f"{spec.source}: tasks.{name}.algorithm_config",
+            where=f"{spec.where}.algorithm_config",
         )
         for name, spec in specs.items()
     }
@@ -234,7 +234,7 @@ def build_task_states(
             try:
                 actor.grammars.check(sampling.grammar, sampling.max_new_tokens)
             except ConfigError as error:
-                where = f"{spec.source or 'tasks'}: tasks.{name}.constraints"
+                where = f"{spec.where}.constraints"
                 raise ConfigError(f"{where}: {error}") from error
         limit = config.rollout.max_prompt_tokens
         if actor.max_length:
@@ -263,7 +263,7 @@ def build_task_states(
             kl=KLController(spec.kl),
             learner=LearnerTask(spec=spec, algorithm=algorithm),
             multipliers={
-                c.name or c.plugin: LagrangeMultiplier(limit=c.limit or 0.0, config=c.multiplier)
+                c.name: LagrangeMultiplier(limit=c.limit or 0.0, config=c.multiplier)
                 for c in spec.constraints
                 if c.mode == "lagrangian"
             },

@@ -1,1 +1,1 @@
-"""Trackers: console, JSON lines, MLflow, alerts."""
+"""Trackers (console, JSON lines, MLflow, TensorBoard, W&B, trackio, alerts), and readers of their records."""

@@ -24,6 +24,8 @@ SAMPLES_EVERY_S = 60.0
 SAMPLE_COLUMNS = ["step", "task", "prompt", "response", "reward"]
 TO_ACT_ON = ("alarm", "failed", "hacking", "rollback", "starved", "stop")
 """Kinds of events that a person should act on."""
+ALARM_KINDS = ("warn", *TO_ACT_ON)
+"""Kinds of events that are shown as alarms."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from rich.text import Text
 from multitask_rl.boundary.printable import printable
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.records import Event, TaskEvaluation
-from multitask_rl.tracking.base import Tracker
+from multitask_rl.tracking.base import ALARM_KINDS, Tracker
 from multitask_rl.tracking.jsonl import dump_line
 
 _COLUMNS: Mapping[str, str] = {
@@ -49,7 +49,6 @@ _RATES: Mapping[str, str] = {
 _SHARES = ("share", "rejected", "failing")
 _STAGES = {"rollout": "sampling", "constraints": "constraints", "rewards": "rewards", "update": "learning"}
 _BARS = "▁▂▃▄▅▆▇█"
-ALARM_KINDS = ("warn", "alarm", "stop", "rollback", "failed", "hacking", "starved")
 _MOST_IN_A_LINE = 6
 """Tasks whose levels one line shows."""
 _TABLE_EVERY = 10

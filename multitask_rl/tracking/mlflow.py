@@ -53,7 +53,6 @@ _MAX_NAME = 250
 _MAX_PARAMETER = 500
 """Characters of a parameter's value; newer servers allow 6000, this one passes everywhere."""
 _MAX_TAG = 5000
-_MAX_PARAMETERS_PER_BATCH = 100
 _EVENTS_EVERY_S = 60.0
 _RESOLUTION, _HEADLINE_RESOLUTION = 10, 50
 """Kept points of a curve lie at least a 10th (a 50th) of the steps made so far apart: all are kept before
@@ -405,9 +404,7 @@ class MLflowTracker(Tracker):
         data = self._client.get_run(self._run).data
         wanted = dict(flatten_parameters(parameters))
         new = [Param(key, value) for key, value in wanted.items() if key not in data.params]
-        for index in range(0, len(new), _MAX_PARAMETERS_PER_BATCH):
-            batch = new[index : index + _MAX_PARAMETERS_PER_BATCH]
-            self._client.log_batch(self._run, params=batch, synchronous=True)
+        self._client.log_batch(self._run, params=new, synchronous=True)
         changed = {key: value for key, value in wanted.items() if data.params.get(key, value) != value}
         if changed or _RESUMED_TAG in data.tags:
             self._client.log_dict(self._run, changed, "config.resumed.json")  # MLflow changes no parameter
@@ -430,10 +427,7 @@ class MLflowTracker(Tracker):
                     else:
                         kind = first if name.startswith((_AT_A_GLANCE, _NEXT)) else new
                         kind.append(Metric(name, value, time_ms, step))
-        new = first + new
-        for index in range(0, len(new), MAX_PER_BATCH):
-            batch = new[index : index + MAX_PER_BATCH]
-            self._client.log_batch(self._run, metrics=batch, synchronous=True)
+        self._client.log_batch(self._run, metrics=first + new, synchronous=True)
 
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""

@@ -216,13 +216,13 @@ def close_sockets_with(queue: Any) -> None:
 @contextlib.contextmanager
 def _without_side_effects(num_ranks: int) -> Iterator[None]:
     """Restore random streams and thread count afterwards; give each rank a share of the threads."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    python, numpy = random.getstate(), np.random.get_state()
     before, threads = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     if num_ranks > 1:
         os.environ["OMP_NUM_THREADS"] = str(max(1, threads // num_ranks))
     try:
-        yield
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+            yield
     finally:
         if num_ranks > 1:
             os.environ.pop("OMP_NUM_THREADS")
@@ -231,6 +231,3 @@ def _without_side_effects(num_ranks: int) -> Iterator[None]:
         torch.set_num_threads(threads)  # vLLM takes all but one
         random.setstate(python)
         np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.cli.train import compose_and_run, print_evaluations
+from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.trust import refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
+from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.testing import make_rollout
 from multitask_rl.testing.listing import Description
 from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
@@ -191,9 +193,10 @@ def test_what_files_and_packages_say_is_printable(
     assert main(["tasks", "show", "--json", "tasks.yaml"]) == 0
     assert main(["tasks", "validate", "--quick", "tasks.yaml"]) == 0
     primary = SimpleNamespace(mean=0.0, n=0, error=0.0, values=())
-    print_evaluations(
-        {"math": SimpleNamespace(primary=primary, metric="d\x1b[2J", num_failed=0, num_samples=1, metrics={})}
+    evaluation: Any = SimpleNamespace(
+        primary=primary, metric="d\x1b[2J", num_failed=0, num_samples=1, metrics={}
     )
+    print(Evaluations({"math": evaluation}))
     described = Description(summary="b\x1b[2J", needs=("c\x1b[2J",))
     monkeypatch.setattr("multitask_rl.cli.plugins.describe", lambda info: described)
     assert main(["plugins", "list", "rewards"]) == 0

@@ -54,7 +54,7 @@ def _drive(
     """Return the shares after every step on tasks that stand at ``levels``."""
     stream, shares = random.Random(seed), []
     for step in range(steps):
-        quotas = scheduler.quotas(prompts, step)
+        quotas = scheduler.quotas(prompts)
         stats = {
             t: _sampled(t, [levels[t]] * n, stream, (scales or {}).get(t, 1.0))
             for t, n in quotas.items()
@@ -71,7 +71,7 @@ def test_at_equal_levels_shares_equal_the_weights(policy: str, weights: tuple[in
     given = dict(zip("abc", weights, strict=True))
     scheduler = _bound(given, policy=policy)
     for step in range(300):
-        quotas = scheduler.quotas(12, step)
+        quotas = scheduler.quotas(12)
         same: dict[str, Any] = {"reward_mean": 0.4, "reward_std": 0.3}
         scheduler.update(
             {t: TaskStats(task=t, num_prompts=n, num_informative=n, **same) for t, n in quotas.items() if n},
@@ -113,7 +113,7 @@ def test_few_prompts_move_shares_no_further_than_they_are_certain(policy: str) -
     seen = dict.fromkeys("abc", 0)
     stream = random.Random(1)
     for step in range(25):
-        quotas = scheduler.quotas(12, step)
+        quotas = scheduler.quotas(12)
         rates = {"a": 0.0, "b": 1.0, "c": 1.0}
         scheduler.update({t: _sampled(t, [rates[t]] * n, stream) for t, n in quotas.items() if n}, step)
         for task, share in scheduler.weights().items():

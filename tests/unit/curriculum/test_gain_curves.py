@@ -27,7 +27,7 @@ def _train(policy: str, *, seed: int, steps: int = 600, **config: float) -> dict
     curves: dict[str, list[float]] = {task: [] for task in STARTS}
     for step in range(steps):
         stats = {}
-        for task, n in scheduler.quotas(32, step).items():
+        for task, n in scheduler.quotas(32).items():
             p = 1 - (1 - STARTS[task]) * math.exp(-practice[task] / TAUS[task])
             solved = stream.binomial(GROUP, p, size=n)
             informative = int(((solved > 0) & (solved < GROUP)).sum())

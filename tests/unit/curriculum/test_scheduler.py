@@ -49,7 +49,7 @@ def _drive(scheduler: DynamicTaskWeightScheduler, steps: int, seed: int = 0, sta
     stream = random.Random(seed)
     events = []
     for step in range(start, start + steps):
-        counts = scheduler.quotas(16, step)
+        counts = scheduler.quotas(16)
         stats = {
             t: _stats(t, stream.random() * (1 + i) / len(counts), informative=stream.random(), n=n)
             for i, (t, n) in enumerate(sorted(counts.items()))
@@ -77,7 +77,7 @@ def test_order_of_tasks_has_no_influence(policy: str) -> None:
         first.update(stats, step)
         second.update(dict(reversed(stats.items())), step)
         assert first.weights() == pytest.approx(second.weights(), abs=1e-12)
-        assert first.quotas(10, step) == second.quotas(10, step)
+        assert first.quotas(10) == second.quotas(10)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -119,7 +119,7 @@ def test_resume_survives_added_removed_and_renamed_tasks() -> None:
     assert policy.traces["b"].level == before.traces["b"].level == pytest.approx(0.5)
     assert policy.traces["new"].steps == 0
     assert math.isclose(sum(new.weights().values()), 1.0)
-    assert sum(new.quotas(10, 0).values()) == 10
+    assert sum(new.quotas(10).values()) == 10
 
 
 def test_what_was_said_once_is_not_said_again_by_a_run_saved_before_its_next_step() -> None:
@@ -144,7 +144,7 @@ def test_a_single_task_always_gets_everything(policy: str) -> None:
     scheduler = _bound("a", policy=policy)
     _drive(scheduler, 30)
     assert scheduler.weights() == {"a": 1.0}
-    assert scheduler.quotas(7, 30) == {"a": 7}
+    assert scheduler.quotas(7) == {"a": 7}
 
 
 def test_missing_weight_gets_the_mean_of_those_given_and_is_reported() -> None:
@@ -223,9 +223,9 @@ def test_zero_weight_task_gets_no_prompt_and_does_not_move_the_others() -> None:
         stats = {t: _stats(t, r) for t, r in (("a", 0.8), ("b", 0.2))}
         with_zero.update(stats, step)
         without.update(stats, step)
-        counts = with_zero.quotas(9, step)
+        counts = with_zero.quotas(9)
         assert counts["z"] == 0
-        assert {t: counts[t] for t in "ab"} == without.quotas(9, step)
+        assert {t: counts[t] for t in "ab"} == without.quotas(9)
 
 
 def test_zero_weight_task_with_a_min_share_gets_that_share() -> None:
@@ -233,8 +233,8 @@ def test_zero_weight_task_with_a_min_share_gets_that_share() -> None:
         "az", policy="static", initial_weights={"a": 1, "z": 0}, bind={"min_shares": {"z": 0.25}}
     )
     total: Counter[str] = Counter()
-    for step in range(40):
-        total.update(scheduler.quotas(10, step))
+    for _step in range(40):
+        total.update(scheduler.quotas(10))
     assert total["z"] == pytest.approx(100, abs=2)
     assert scheduler.active == ("a", "z")
     assert _bound("az", initial_weights={"a": 1, "z": 0}).active == ("a",)
@@ -245,8 +245,8 @@ def test_realised_share_over_fifty_steps_is_within_a_prompt_of_the_target() -> N
         "abcde", policy="static", initial_weights=dict(zip("abcde", (5, 3, 2, 1, 1), strict=True))
     )
     total: Counter[str] = Counter()
-    for step in range(50):
-        total.update(scheduler.quotas(32, step))
+    for _step in range(50):
+        total.update(scheduler.quotas(32))
     for task, weight in scheduler.weights().items():
         assert abs(total[task] / 1600 - weight) < 2 / 1600
 
@@ -325,7 +325,7 @@ def test_guard_factors_scale_freeze_and_come_off() -> None:
     scheduler = _bound("abc", policy="uniform")
     scheduler.set_factors({"a": 0.5, "b": 0.0})
     assert scheduler.weights() == pytest.approx({"a": 1 / 3, "b": 0.0, "c": 2 / 3})
-    assert scheduler.quotas(9, 0) == {"a": 3, "b": 0, "c": 6}
+    assert scheduler.quotas(9) == {"a": 3, "b": 0, "c": 6}
     scheduler.set_factors({"a": 0.0, "b": 0.0, "c": 0.0})  # nothing left to train: ignored
     assert scheduler.weights() == pytest.approx(dict.fromkeys("abc", 1 / 3))
 

@@ -45,7 +45,7 @@ class Run:
     def train_step(self) -> None:
         stats = {}
         rate = self.guard.lr_factor(self.step)
-        for task, n in self.scheduler.quotas(32, self.step).items():
+        for task, n in self.scheduler.quotas(32).items():
             seen = range(self.cursor[task], self.cursor[task] + n)
             self.cursor[task] += n
             if task == "b":

@@ -92,7 +92,7 @@ class Loop:
     def train_step(self) -> None:
         """Sample, learn, decide, as ``Trainer.train_step``."""
         self.shares.append(self.scheduler.weights())
-        quotas = self.scheduler.quotas(self.prompts, self.step)
+        quotas = self.scheduler.quotas(self.prompts)
         stats = {name: self._learn(name, number) for name, number in quotas.items() if number}
         for victim, (culprit, when, part) in self.harm.items():
             if self.passed in when:

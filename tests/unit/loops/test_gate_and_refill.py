@@ -63,7 +63,7 @@ class _Loop:
         """Count what is asked for, drawn and trained on in these steps."""
         self.asked, self.drawn, self.trained = Counter(), Counter(), Counter()
         for step in range(start, start + steps):
-            quotas = self.scheduler.quotas(PROMPTS, step)
+            quotas = self.scheduler.quotas(PROMPTS)
             drawn, kept = self.refill.collect(quotas, self._experience)
             self.scheduler.carry_over(self.refill.shortfall(kept, quotas), PROMPTS)
             self.asked.update(quotas)
@@ -105,4 +105,4 @@ def test_a_frozen_task_is_owed_nothing_when_it_comes_back() -> None:
     loop.train(50, 100)
     assert loop.asked["rare"] == 0
     loop.scheduler.set_factors({})
-    assert loop.scheduler.quotas(PROMPTS, 150) == {"easy": PROMPTS // 2, "rare": PROMPTS // 2}
+    assert loop.scheduler.quotas(PROMPTS) == {"easy": PROMPTS // 2, "rare": PROMPTS // 2}

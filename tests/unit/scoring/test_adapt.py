@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from multitask_rl.config.task import ConstraintSpec, RewardSpec
+from multitask_rl.config.task import RewardSpec
 from multitask_rl.contracts import Constraint, Reward
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
-from multitask_rl.scoring.adapt import find_plugin, resolve_constraint, resolve_reward
+from multitask_rl.scoring.adapt import find_plugin, resolve_reward
 from multitask_rl.scoring.grader import Grader
 from multitask_rl.scoring.process import decode, encode
 from multitask_rl.testing.builders import make_rollout
@@ -140,7 +140,7 @@ def test_results_are_read_strictly(tmp_path: Path, expression: str, expected: An
 
 def test_plain_function_as_a_constraint(tmp_path: Path) -> None:
     file = write(tmp_path, "def long(response): return len(response) / 10\n")
-    constraint = resolve_constraint(ConstraintSpec(plugin=f"{file}:long"), "here")
+    constraint = find_plugin("constraint", f"{file}:long", "here").build({})
     assert isinstance(constraint, Constraint)
     results = Grader("constraint", constraint, "c").grade([make_rollout("a" * n) for n in (1, 6, 11)])
     assert results[:2] == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
@@ -302,7 +302,7 @@ def test_foreign_functions_of_the_wrong_signature_are_refused() -> None:
     ):
         resolve_reward(RewardSpec(plugin="trl:"), "here")
     with pytest.raises(PluginError, match="the prefix 'verl' is for rewards"):
-        resolve_constraint(ConstraintSpec(plugin="verl:x.py:f"), "here")
+        find_plugin("constraint", "verl:x.py:f", "here")
 
 
 def installed(package: str) -> bool:

@@ -80,8 +80,8 @@ def test_a_task_with_few_informative_groups_gets_its_share_of_the_training(rate:
     refill = Refill(runs, 1, lambda task: rates[task])
     experience = _experience(rates, drawn)
     trained = dict.fromkeys(rates, 0)
-    for step in range(200):
-        quotas = scheduler.quotas(prompts, step)
+    for _step in range(200):
+        quotas = scheduler.quotas(prompts)
         assert sum(quotas.values()) == prompts
         _, kept = refill.collect(quotas, experience)
         scheduler.carry_over(refill.shortfall(kept, quotas), prompts)
@@ -94,11 +94,11 @@ def test_a_task_with_few_informative_groups_gets_its_share_of_the_training(rate:
 def test_what_a_task_is_owed_is_bounded() -> None:
     scheduler = DynamicTaskWeightScheduler(policy="uniform")
     scheduler.bind(["dry", "rich"])
-    for step in range(50):
-        scheduler.quotas(8, step)
+    for _step in range(50):
+        scheduler.quotas(8)
         scheduler.carry_over({"dry": 4}, 8)
-    assert scheduler.quotas(8, 50)["dry"] <= 8
-    counts = [scheduler.quotas(8, step)["dry"] for step in range(51, 61)]
+    assert scheduler.quotas(8)["dry"] <= 8
+    counts = [scheduler.quotas(8)["dry"] for step in range(51, 61)]
     assert counts[2:] == [4] * 8, "a debt of one step's worth is paid back within two"
 
 
