@@ -397,7 +397,8 @@ class RunConfig(Settings):
 def recorded_config(run: Path) -> RunConfig:
     """Return the recorded configuration of the run in directory ``run``, to continue it.
 
-    The tasks come from the record, not from the run's tasks file, which may have changed since.
+    The tasks come from the record, not from the run's tasks file, which may have changed since. A fork that
+    has no checkpoint of its own yet begins from the other run's again.
     """
     document, where = load_yaml(run / RECORD)
     tasks = document.get("tasks") if isinstance(document, Mapping) else None
@@ -408,6 +409,8 @@ def recorded_config(run: Path) -> RunConfig:
             raise ConfigError(f"{where.at('tasks', name)}: expected a mapping, got {task!r}")
     given = {name: as_given(task) for name, task in tasks.items()}
     config = build_dataclass(RunConfig, {**document, "tasks_file": "", "tasks": given}, where)
+    if config.checkpoint.resume != "never" and not any((run / "checkpoints").glob("step_*")):
+        return config
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 

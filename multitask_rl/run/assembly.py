@@ -234,9 +234,11 @@ def build_parts(
             experience=experience,
         )
         if track:
-            trackers.start(store.write_config(config, plan.specs), store.resumed_at)
+            settings = store.settings(config, plan.specs)
+            trackers.start(settings, store.resumed_at)
             trackers.log_datasets(plan.dataset_records())
             supervisor.note(store.events)
+            store.write_config(settings)
             logger.info("%s", plan.describe())
             _tell_disk(plan, actor)
         return RunParts(

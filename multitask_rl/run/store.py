@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
 """Settings of length, place, start and display; a change of one does not change the training itself."""
+_FREE = re.compile(r"^(?:tasks\.([^.]+)|(?!tasks\.)[^.]+)\.\w+_config\.|^device_map\.|^model\.rope_scaling\.")
+"""Keys that a user chooses: one that came or went is a change. A missing other key is another version's."""
 
 
 class RunStore:
@@ -199,8 +202,8 @@ class RunStore:
                 self.checkpoints.set_aside_after(-1)
                 set_records_aside(self._output_dir)
             return None
-        # a run that resumes from another run's checkpoint starts records of its own
-        is_own = found.path.resolve().parent == self.checkpoints.directory.resolve()
+        # from another run's checkpoint, or one of a branch that this run has left, records begin anew
+        is_own = self.checkpoints.holds(found.path)
         changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
@@ -213,7 +216,7 @@ class RunStore:
             reason = f"the checkpoint's guard was {before}, this run's is {now}: it starts without history"
             self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
         if track:
-            self.checkpoints.set_aside_after(progress.step)
+            self.checkpoints.set_aside_after(progress.step if is_own else -1)
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
@@ -254,9 +257,15 @@ class RunStore:
         places = {f"tasks.{name}.source" for name in specs}
         former = old_tasks if isinstance(old_tasks := config_before.get("tasks"), dict) else {}
         tasks = {"tasks": (list(former), list(specs))} if former and former.keys() != specs.keys() else {}
-        differing = (key for key, value in new.items() if old.get(key, value) != value)
+        lasting = {key.split(".")[1] for key in old if key.startswith("tasks.")} & {"", *specs}
+
+        def is_told(key: str) -> bool:
+            free = _FREE.match(key)
+            return (key in old and key in new) or (free is not None and free[1] in {None, *lasting})
+
+        differing = (key for key in {**old, **new} if is_told(key) and old.get(key) != new.get(key))
         changed = (key for key in differing if key not in {*_MAY_DIFFER, *places})
-        return tasks | {key: (old.get(key), new[key]) for key in changed}
+        return tasks | {key: (old.get(key), new.get(key)) for key in changed}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
         """Write a checkpoint, with the lengths of the run's records; return its directory."""
@@ -286,10 +295,8 @@ class RunStore:
         tasks = self.read_config(self._owner).get("tasks") if self._found is not None else None
         return tasks if isinstance(tasks, Mapping) else {}
 
-    def write_config(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
-        """Write ``config.yaml`` (the resolved configuration, tasks included, without secrets) and return it.
-
-        A finished run keeps its ``config.yaml``.
+    def settings(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
+        """Return the resolved configuration, tasks included, without secrets; of a finished run its own.
 
         Raises:
             TrainingError: the run is finished, and was made with other settings.
@@ -303,13 +310,20 @@ class RunStore:
                 raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")
             logger.info("%s", said)
             return self.read_config()
-        plain = _resolved(config, specs)
-        text = yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return _resolved(config, specs)
+
+    def write_config(self, settings: Mapping[str, Any]) -> None:
+        """Write ``settings`` into ``config.yaml``, once their changes are told: a resume compares with it.
+
+        A finished run keeps its own.
+        """
+        if settings == self.read_config():
+            return
+        text = yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
         with disk_errors(f"config.yaml in {self._output_dir}"):
             aside = self._output_dir / ".writing_config.yaml"
             aside.write_text(text, encoding="utf-8")
             aside.replace(self._output_dir / "config.yaml")
-        return plain
 
 
 def _resolved(config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:

@@ -211,6 +211,10 @@ class CheckpointStore:
                 self.entries.pop(newer, None)
             sync(self.directory)
 
+    def holds(self, path: Path) -> bool:
+        """Whether ``path`` is a checkpoint of the present branch of this run."""
+        return path.resolve() in [self.path(step).resolve() for step in self._on_disk()]
+
     def _on_disk(self) -> list[int]:
         found = (re.fullmatch(r"step_(\d+)", p.name) for p in self.directory.glob("step_*"))
         return sorted(int(match[1]) for match in found if match)

@@ -323,7 +323,8 @@ def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Pat
     config = RunConfig(tasks_file="tasks.yaml", output_dir="elsewhere", max_steps=7)
     config.checkpoint.resume, config.rollout.max_new_tokens = "never", 5
     (here / "run").mkdir()
-    RunStore(here / "run", config.checkpoint, track=False).write_config(config, before)
+    store = RunStore(here / "run", config.checkpoint, track=False)
+    store.write_config(store.settings(config, before))
     (here / "tasks.yaml").write_text("tasks: {}")
 
     again = compose(["output_dir=run", "max_steps=9", "tasks.plain.weight=3"])

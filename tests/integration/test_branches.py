@@ -1,0 +1,153 @@
+"""Forks, and branches that a run has left: each has its own checkpoints, records and settings."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+    recorded_config,
+)
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardAction, GuardDecision
+from multitask_rl.run.supervisor import Supervisor
+from multitask_rl.step.evaluation import Evaluator
+from multitask_rl.tracking.jsonl import RECORDS, JsonlTracker
+from multitask_rl.tracking.reading import read_run
+from multitask_rl.trainer import Trainer
+from run_builders import lines, run_config, train, write_run
+
+COPY = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+SMALL = {
+    "batch": BatchConfig(prompts_per_step=4, group_size=2),
+    "eval": EvalConfig(every=2, num_prompts=6),
+    "checkpoint": CheckpointConfig(every=2, keep=9),
+}
+
+
+def config_of(place, name, steps, resume="auto", **changed):
+    settings = {**SMALL, "checkpoint": CheckpointConfig(every=2, keep=9, resume=str(resume)), **changed}
+    return run_config(place, name, steps, **settings)
+
+
+def changes(run):
+    events = [json.loads(line) for line in lines(run, "events.jsonl")]
+    return [event["reason"].partition(": ")[2] for event in events if event["kind"] == "changed"]
+
+
+@pytest.fixture
+def place(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    return tmp_path
+
+
+def test_a_branch_that_was_left_is_gone_on_with_as_a_fork(place):
+    """Its records were cut when it was left: those of the other branch are not its own."""
+    run = place / "out"
+    train(config_of(place, "out", 4))
+    train(config_of(place, "out", 8, run / "checkpoints" / "step_00000002"))
+    train(config_of(place, "out", 6, run / "checkpoints" / "abandoned_1_step_00000004"))
+    for name in RECORDS:
+        if (run / name).exists():
+            assert all(isinstance(json.loads(line), dict) for line in lines(run, name))
+    assert [line["step"] for line in map(json.loads, lines(run, "evaluations.jsonl"))] == [4, 6]
+    assert [point.step for point in read_run(run).evaluations["copy"]] == [4, 6]
+    there = {path.name for path in (run / "checkpoints").iterdir() if path.name.startswith("step_")}
+    assert there == {"step_00000004", "step_00000006"}
+
+
+class Back(Guard):
+    """Judges what it sees good, and rolls back once, at ``at``."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def observe(self, step, evaluations, confirm=None):
+        if step == self.at:
+            self.at = -1
+            return GuardDecision(action=GuardAction.rollback, task="copy", reason="fell")
+        return GuardDecision(judged_good=True)
+
+
+def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(place):
+    train(config_of(place, "parent", 6))
+    with Trainer.from_config(config_of(place, "out", 4, seed=7)) as other:
+        other.add_guard(Back(-1))
+        other.train()
+    begun = place / "parent" / "checkpoints" / "step_00000006"
+    with Trainer.from_config(config_of(place, "out", 8, begun)) as fork:
+        fork.add_guard(Back(8))
+        fork.train()
+    told = [json.loads(line) for line in lines(place / "out", "events.jsonl")]
+    assert [event["data"]["to"] for event in told if event["kind"] == "rolled_back"] == [6]
+    there = {path.name for path in (place / "out" / "checkpoints").iterdir()}
+    assert {"abandoned_1_step_00000002", "abandoned_1_step_00000004"} < there
+
+
+def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_again(place, monkeypatch):
+    train(config_of(place, "parent", 4))
+
+    def killed(self, step, **keywords):
+        raise SystemExit(9)
+
+    config = config_of(place, "fork", 8, place / "parent" / "checkpoints" / "step_00000004")
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", killed)
+        patch.setattr(Supervisor, "save", lambda self: None)  # as a process that is killed
+        with pytest.raises(SystemExit):
+            train(config)
+    assert not any((place / "fork" / "checkpoints").glob("step_*"))
+    train(recorded_config(place / "fork"))
+    assert [line["step"] for line in map(json.loads, lines(place / "fork", "evaluations.jsonl"))] == [4, 6, 8]
+    again = recorded_config(place / "fork")
+    assert again.checkpoint.resume == "auto", "it has checkpoints of its own now"
+    train(replace(again, max_steps=10))
+    assert [line["step"] for line in map(json.loads, lines(place / "fork", "evaluations.jsonl"))][-1] == 10
+
+
+def test_keys_that_a_user_chooses_are_told_when_they_come_and_when_they_go(place):
+    quark = "  quark: {type: reward_conditioned, dataset: copy.jsonl, rewards: [rewards.py:is_short]%s}\n"
+    (place / "tasks.yaml").write_text(COPY + quark % "")
+    train(config_of(place, "out", 2))
+    (place / "tasks.yaml").write_text(COPY + quark % ", algorithm_config: {quantiles: 3}")
+    chosen = {
+        "scheduler": SchedulerConfig(policy_config={"prior_prompts": 1}),
+        "guard": GuardConfig(guard_config={"warmup": 9}),
+    }
+    train(config_of(place, "out", 3, **chosen))
+    (place / "tasks.yaml").write_text(COPY + quark % "")
+    train(config_of(place, "out", 4))
+    assert [sorted(told.split(", ")) for told in changes(place / "out")] == [
+        [
+            "guard.guard_config.warmup: None -> 9",
+            "scheduler.policy_config.prior_prompts: None -> 1",
+            "tasks.quark.algorithm_config.quantiles: None -> 3",
+        ],
+        [
+            "guard.guard_config.warmup: 9 -> None",
+            "scheduler.policy_config.prior_prompts: 1 -> None",
+            "tasks.quark.algorithm_config.quantiles: 3 -> None",
+        ],
+    ]
+
+
+def test_changed_settings_are_told_by_the_run_that_trains_with_them(place, monkeypatch):
+    """One that was stopped while a tracker opened has told nothing."""
+    train(config_of(place, "out", 2))
+    faster = {"optimizer": OptimizerConfig(learning_rate=1e-2)}
+
+    def stopped(self, *arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JsonlTracker, "start", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(config_of(place, "out", 4, **faster))
+    train(config_of(place, "out", 4, **faster))
+    assert changes(place / "out") == ["optimizer.learning_rate: 0.001 -> 0.01"]
