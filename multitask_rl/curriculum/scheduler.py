@@ -338,6 +338,7 @@ class DynamicTaskWeightScheduler:
         """Return the state, JSON-able."""
         return {
             "policy": class_id(self.policy_class),
+            "metric_key": self.policy_config.metric_key,
             "policy_state": self._policy.state_dict(),
             "gate": self._gate.state_dict(),
             "carry": dict(self.carry),
@@ -351,16 +352,22 @@ class DynamicTaskWeightScheduler:
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``; ``renamed`` maps old task names to new ones.
 
-        A new task starts fresh. State of another policy is ignored, and the next ``update`` warns.
+        A new task starts fresh. State of another policy, or of another ``metric_key``, is ignored, and the
+        next ``update`` warns.
         """
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
-        before, now = state["policy"], class_id(self.policy_class)
-        if before == now:
+        metric = self.policy_config.metric_key
+        pairs = {
+            "scheduler policy": (state["policy"], class_id(self.policy_class)),
+            "scheduler.metric_key": (state.get("metric_key", metric), metric),  # absent in older checkpoints
+        }
+        other = [(what, before, now) for what, (before, now) in pairs.items() if before != now]
+        if not other:
             self._policy.load_state_dict(state["policy_state"], renamed or {})
-        else:
-            reason = f"the checkpoint's scheduler policy was {before}, this run's is {now}: it starts without"
-            self._pending.append(_event("warn", f"{reason} history"))
+        for what, before, now in other:
+            reason = f"the checkpoint's {what} was {before}, this run's is {now}: it starts without history"
+            self._pending.append(_event("warn", reason))
         self._gate.load_state_dict(state["gate"], renamed)
         self.carry = rename_tasks(state["carry"], renamed, self.tasks)
         self._factors, self._shares = rename_tasks(state["factors"], renamed, self.tasks), None

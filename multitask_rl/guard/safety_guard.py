@@ -228,18 +228,22 @@ class SafetyGuard(Guard):
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
 
-        The rollback counts towards ``max_rollbacks``.
+        A metric that was not watched then, or that a resume has redefined since, begins anew. The rollback
+        counts towards ``max_rollbacks``.
         """
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
         self._since_good = 0
         if target.step < self._good_at:  # values of weights that are undone are nothing to compare with
             self._good, self._good_at = {}, target.step
         present = {metric.key: metric.definition for metric in self._watched}
-        self._restore(self._snapshots[-1][1] if self._snapshots else {})
+        restored = self._snapshots[-1][1] if self._snapshots else {}
+        self._restore(restored)
         for metric in self._watched:
-            if metric.has_changed(present[metric.key]):  # at a resume since
+            if metric.key not in restored or metric.has_changed(present[metric.key]):
                 metric.forget()
                 metric.definition = present[metric.key]
+                self._rungs.pop(metric.key, None)
+                self._good.pop(metric.key, None)
             metric.detector.cusum = 0.0
         self._history.rewind(target.step)
         self._hacking.forget()

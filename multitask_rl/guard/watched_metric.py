@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import zip_longest
 from statistics import NormalDist
 from typing import Any
 
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
-from multitask_rl.statistics.definitions import are_different, definition_of
+from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
 from multitask_rl.statistics.intervals import PairedTest, compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
@@ -158,7 +159,8 @@ class WatchedMetric:
     """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
     drop is then in the metric's unit, as long as its values are below 1."""
     definition: str = ""
-    """Hash (empty = has none, or not known) and direction of the metric that the detector has seen."""
+    """Hash (empty = has none, or not known) and direction of the metric that the detector has seen, hashes of
+    the sampling and of the prompts."""
 
     @property
     def key(self) -> str:
@@ -191,24 +193,27 @@ class WatchedMetric:
         return True
 
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
-        """Drop the history if the metric's definition has changed; return what to say."""
+        """Drop the history if the metric's definition, the sampling or the prompts have changed; say it."""
         statistic = evaluation.statistic(self.metric)
         if statistic is None:
             return None
-        before, hashed = self.definition, definition_of(evaluation.definitions, self.metric)
+        before = self.definition
         direction = self.direction if self.direction.sign else statistic.direction
-        self.definition = f"{hashed or before.partition(' ')[0]} {direction.value}"
+        hashed = definition_of(evaluation.definitions, self.metric)
+        parts = [hashed, direction.value, evaluation.definitions.get(SAMPLING, ""), evaluation.prompts]
+        known = zip_longest(parts, before.split(" ")[:4], fillvalue="")
+        self.definition = " ".join(now or former for now, former in known)
         if not self.has_changed(before):
             return None
         self.forget()
         reason = (
-            f"{self.key}: its definition has changed (rewards, weights, constraints, direction, environment "
-            "or teacher). Earlier values are dropped; the guard warms up again"
+            f"{self.key}: what it measures has changed (rewards, weights, constraints, direction, "
+            "environment, teacher, sampling or prompts). Earlier values are dropped; the guard warms up again"
         )
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
 
     def has_changed(self, definition: str) -> bool:
-        """Whether hash or direction of ``definition`` are known and not the present ones."""
+        """Whether a part of ``definition`` is known and not the present one."""
         pairs = zip(definition.split(" "), self.definition.split(" "), strict=False)
         return any(are_different(*pair) for pair in pairs)
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import special
 
 from multitask_rl.records import Direction
-from multitask_rl.report.differences import are_alike, share_prompts
+from multitask_rl.report.differences import measure_the_same, share_prompts
 from multitask_rl.statistics.intervals import NOT_TOLD_APART, compare_means, holm, student_tails
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 
@@ -37,7 +37,7 @@ def influence(run: RunRecord) -> dict[str, Any]:
     """
     steps = sorted({e.step for history in run.evaluations.values() for e in history})
     by_step = {
-        task: {e.step: e for e in history if are_alike(e, history[-1])}
+        task: {e.step: e for e in history if measure_the_same(e, history[-1])}
         for task, history in run.evaluations.items()
     }
     stride = math.ceil((len(steps) - 1) / _MOST_INTERVALS) or 1
@@ -59,7 +59,7 @@ def influence(run: RunRecord) -> dict[str, Any]:
 def _ends(by_step: Mapping[int, Evaluation], first: int, last: int) -> tuple[Evaluation, Evaluation] | None:
     """Return a task's evaluations at both steps if they have the same metric and definition."""
     start, end = by_step.get(first), by_step.get(last)
-    if start is None or end is None or not are_alike(start, end):
+    if start is None or end is None or not measure_the_same(start, end):
         return None
     return start, end
 
@@ -152,7 +152,7 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
     found = {}
     for task, history in run.evaluations.items():
         last = history[-1]
-        alike = [e for e in history[:-1] if are_alike(e, last) and share_prompts(run, run, e, last)]
+        alike = [e for e in history[:-1] if measure_the_same(e, last) and share_prompts(run, run, e, last)]
         if not alike or not alike[0].samples == last.samples == 1:
             continue
         first = alike[0]

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from multitask_rl.report.differences import Pair, are_alike, difference_rows, share_prompts
+from multitask_rl.report.differences import Pair, difference_rows, measure_the_same, share_prompts
 from multitask_rl.report.influence import influence, turnover
-from multitask_rl.statistics.definitions import are_different, definition_of
+from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 
 
@@ -33,8 +33,8 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
         last = history[-1]
-        alike = [e for e in history if are_alike(e, last)]
-        more[task] = {"left_out": [e.step for e in history if not are_alike(e, last)]}
+        alike = [e for e in history if measure_the_same(e, last)]
+        more[task] = {"left_out": [e.step for e in history if not measure_the_same(e, last)]}
         if len(alike) > 1:
             pairs[task] = Pair([alike[0]], [last], share_prompts(run, run, alike[0], last))
         else:
@@ -67,9 +67,13 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
 
 def _first(history: Sequence[Evaluation], metric: str) -> Mapping[str, float]:
     """Return the numbers of the first evaluation that defines ``metric`` as the last one does."""
-    present = definition_of(history[-1].definitions, metric)
-    alike = (e for e in history if not are_different(definition_of(e.definitions, metric), present))
-    return next(alike).metrics
+    last = history[-1]
+
+    def defines(e: Evaluation, key: str) -> bool:
+        return not are_different(definition_of(e.definitions, key), definition_of(last.definitions, key))
+
+    alike = (e for e in history if defines(e, metric) and defines(e, SAMPLING))
+    return next(e for e in alike if not are_different(e.prompts, last.prompts)).metrics
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,13 @@ from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import (
     FLAGGED,
     OVERRUN,
     Direction,
     Failure,
+    SamplingParams,
     Score,
     Scored,
     Statistic,
@@ -36,6 +38,9 @@ from multitask_rl.statistics.intervals import summarise
 
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
+SAMPLING = "sampling"
+"""Key of the hash of how an evaluation sampled its responses. It keeps evaluations of a run apart; runs that
+sample in different ways are compared."""
 OF_PROMPTS = ("pass@", "maj@")
 """Beginnings of the names of metrics that have a value per prompt, from several responses."""
 _OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
@@ -100,10 +105,11 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     constraints; ``rule/<name>``: the costs of one constraint. Others (``length``, ``loss``) have no hash.
 
     The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
-    constraints, as the reward is 1 - cost. All are of the environment and its limits too. If nothing is
-    scored, the primary metric's hash is of the teacher. Of a text that begins as a path only the last name
-    counts: the same run may lie in another directory. Not seen are changed code, and constraints that reject
-    responses and so change what a reward is given to.
+    constraints, as the reward is 1 - cost. Where responses may be rejected it is also of whether the
+    algorithm trains on them. All are of the environment and its limits too. If nothing is scored, the primary
+    metric's hash is of the teacher. Of a text that begins as a path only the last name counts: the same run
+    may lie in another directory. Not seen are changed code, and constraints that reject responses and so
+    change what a reward is given to.
     """
 
     def digest(*parts: Any) -> str:
@@ -118,7 +124,9 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     ]
     penalties = [[c.plugin, c.config, -c.weight] for c in spec.judged if c.mode == "penalty" and c.weight]
     weighed = [[r.plugin, r.config, r.overrun, r.weight] for r in spec.rewards if r.weight]
-    rejected = [["rejected", spec.algorithm_config.get("rejected_reward")]]
+    rejected: list[list[Any]] = [["rejected", spec.algorithm_config.get("rejected_reward")]]
+    if any(c.mode == "reject" for c in spec.judged) and _trains_rejected(spec):
+        rejected.append(["trained on"])
     found = {f"reward/{r.name}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
     found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
     found["constraint"] = digest(*judges)
@@ -135,6 +143,10 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     return found
 
 
+def _trains_rejected(spec: TaskSpec) -> bool:
+    return bool(load_plugin(ALGORITHMS, spec.type, expects="loss").trains_rejected)
+
+
 def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:
     """Return a metric's hash of ``definitions``; empty if it has none, or it is not known.
 
@@ -145,6 +157,13 @@ def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:
     if metric.startswith(_OF_CONSTRAINTS):
         return hashes.get("constraint", "")
     return hashes.get("/".join(metric.split("/")[:2]), "")  # reward/<name>/<component>
+
+
+def sampling_hash(sampling: SamplingParams, condition: Sequence[int]) -> str:
+    """Return the hash of ``sampling`` and of the control tokens ``condition`` in front of every prompt."""
+    # tokens are suppressed for any task of the run that has control tokens
+    parts = asdict(replace(sampling, suppressed_ids=())), list(condition)
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def are_different(*hashes: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
 from multitask_rl.environments.pool import WorldPool
@@ -14,7 +14,7 @@ from multitask_rl.models.actor import Actor
 from multitask_rl.records import TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
-from multitask_rl.statistics.definitions import definitions, served
+from multitask_rl.statistics.definitions import SAMPLING, definitions, sampling_hash
 from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
@@ -74,6 +74,10 @@ class Evaluator:
         prompts = [
             p for n in scored_names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)
         ]
+        # before the worlds of environments add their words, which one that fails does not
+        digests = {name: hashlib.blake2b(digest_size=8) for name in names}
+        for prompt in prompts:
+            digests[prompt.task].update(json.dumps([prompt.row_id, prompt.text]).encode())
         scored = DataFlow(stages)(prompts)
         self.tally.note(scored)
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
@@ -83,17 +87,18 @@ class Evaluator:
         found: dict[str, TaskEvaluation] = {}
         for name in names:
             task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
-            digest = hashlib.blake2b(digest_size=8)
-            for s in (s for s in served(own) if s.rollout.sample == 0):
-                digest.update(json.dumps([s.rollout.prompt.row_id, s.rollout.prompt.text]).encode())
+            sampling = task.sampling
+            if not task.spec.has_own_temperature:
+                sampling = replace(sampling, temperature=self.temperature)
+            condition = task.algorithm.condition([], evaluation=True)
             found[name] = TaskEvaluation(
                 task=name,
                 metric=task.spec.primary_metric,
                 primary=task.metrics.primary(own),
                 step=step,
                 policy_version=version,
-                prompts=digest.hexdigest(),
-                definitions=definitions(task.spec),
+                prompts=digests[name].hexdigest(),
+                definitions=definitions(task.spec) | {SAMPLING: sampling_hash(sampling, condition)},
                 num_samples=task.spec.eval_samples,
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},

@@ -43,6 +43,8 @@ class AnchorState:
     """Hash of the evaluated prompts."""
     definition: str = ""
     """Hash of what solves them (``statistics/definitions.py``); empty = not known."""
+    sampling: str = ""
+    """Hash of how responses were sampled; empty = not known."""
     solved: list[float] = field(default_factory=list)
     """Share of each prompt's responses that solved it."""
 

@@ -26,7 +26,7 @@ from multitask_rl.records import (
     TrainSample,
 )
 from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.statistics.definitions import are_different, definition_of
+from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
 from multitask_rl.step.task_state import TaskState, render_answer_ids, render_rows
@@ -128,8 +128,11 @@ class TextMeter:
         if solved is None:
             return {}
         own = task.anchor
-        before, own.definition = own.definition, definition_of(evaluation.definitions, "turnover")
-        if own.prompts != evaluation.prompts or are_different(before, own.definition):
+        before, sampling = own.definition, own.sampling
+        own.definition = definition_of(evaluation.definitions, "turnover")
+        own.sampling = evaluation.definitions.get(SAMPLING, "")
+        is_other = are_different(before, own.definition) or are_different(sampling, own.sampling)
+        if own.prompts != evaluation.prompts or is_other:
             own.prompts, own.solved = evaluation.prompts, list(solved.values)
         lost = [a * (1.0 - b) for a, b in zip(own.solved, solved.values, strict=True)]
         kept = range(len(lost))

@@ -12,15 +12,25 @@ from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.cli import main
-from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, SchedulerConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    SchedulerConfig,
+)
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import get_dataloader
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
+from multitask_rl.report.summary import summarise_run
 from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.metrics import has_spread
+from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
 from run_builders import lines, run_config, train, write_run
@@ -564,3 +574,56 @@ def test_weights_given_with_the_rows_are_of_trained_tasks_and_missing_ones_are_f
     (event,) = [json.loads(e) for e in lines(tmp_path / "out", "events.jsonl") if '"weights"' in e][:1]
     assert event["data"]["given"] == {"copy": 3.0}
     assert event["data"]["filled"] == ["more"]
+
+
+MEASURED_ALIKE = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, eval_dataset: HELD.jsonl, rewards: [rewards.py:fills_half]PROMPT}
+"""
+OTHER_EVALUATIONS = {
+    "shorter responses": {"rollout": RolloutConfig(max_new_tokens=1)},
+    "greedy": {"eval": EvalConfig(every=1, num_prompts=40, temperature=0.0)},
+    "other rows": {"HELD": "digit"},
+    "other prompts": {"PROMPT": ", prompt: 'b{prompt}'"},
+}
+
+
+@pytest.mark.parametrize("change", OTHER_EVALUATIONS)
+def test_evaluations_made_in_another_way_are_no_fall_of_the_weights(tmp_path, change):
+    def run(steps, *, HELD="copy", PROMPT="", **changed):
+        write_run(tmp_path, MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT), num_rows=60)
+        with (tmp_path / "rewards.py").open("a") as file:
+            file.write(
+                "\n\n@with_traits(isolate=False, low=0.0, high=1.0)\n"
+                "def fills_half(response, reference):\n    return float(len(response) >= 3)\n"
+            )
+        small = {
+            "batch": BatchConfig(prompts_per_step=4, group_size=2),
+            "eval": EvalConfig(every=1, num_prompts=40),
+            "checkpoint": CheckpointConfig(every=1, keep=3),
+            "optimizer": OptimizerConfig(learning_rate=1e-9),
+        }
+        train(run_config(tmp_path, "out", steps, **{**small, **changed}))
+
+    run(6)
+    run(12, **OTHER_EVALUATIONS[change])
+    told = [json.loads(line) for line in lines(tmp_path / "out", "events.jsonl")]
+    said = [e for e in told if e["source"] == "guard" and not e["reason"].startswith("responses went from")]
+    assert [(e["step"], e["kind"]) for e in said] == [(7, "redefined")]
+    row = summarise_run(read_run(tmp_path / "out"))["tasks"]["copy"]
+    assert (row["steps"], row["left_out"]) == ([7, 12], list(range(7)))
+
+
+def test_two_ways_to_treat_rejected_responses_are_two_definitions(tmp_path):
+    """``constrained_decoding`` credits 0 for them, ``grpo`` the bad end of the reward's range."""
+    (tmp_path / "rows.jsonl").touch()
+
+    def definition(kind, *constraints):
+        spec = {"type": kind, "dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+        return definitions(parse_tasks({"tasks": {"t": {**spec, "constraints": list(constraints)}}})["t"])[""]
+
+    reject = {"plugin": "tool_use", "mode": "reject"}
+    assert (
+        definition("grpo", reject) == definition("rloo", reject) != definition("constrained_decoding", reject)
+    )
+    assert definition("grpo") == definition("constrained_decoding"), "nothing is rejected"

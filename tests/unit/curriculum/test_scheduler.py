@@ -12,7 +12,7 @@ import pytest
 
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, PluginError
-from multitask_rl.records import Event, TaskStats
+from multitask_rl.records import Direction, Event, Statistic, TaskStats
 
 POLICIES = (
     "uniform",
@@ -364,3 +364,36 @@ def test_a_patience_that_the_policy_does_not_use_is_said(policy: str, is_used: b
     assert [w for w in warnings if "patience=7" in w and policy in w] == ([] if is_used else warnings)
     assert bool(warnings) != is_used
     assert not [e for e in _bound("ab", policy=policy).update({}, 0) if e.kind == "warn"]
+
+
+def test_levels_of_another_metric_are_not_gone_on_with() -> None:
+    def stats(task: str, reward: float, rate: float) -> TaskStats:
+        statistic = Statistic(mean=rate, n=8, error=0.1, direction=Direction.lower, low=0.0, high=1.0)
+        return TaskStats(
+            task=task,
+            num_prompts=8,
+            num_informative=8,
+            reward_mean=reward,
+            reward_std=1.0,
+            lowest=[0.0],
+            highest=[10.0],
+            metrics={"violation_rate": rate},
+            statistics={"violation_rate": statistic},
+        )
+
+    def run(scheduler: DynamicTaskWeightScheduler, steps: range) -> None:
+        for step in steps:
+            scheduler.update({"a": stats("a", 9.0, 0.9), "b": stats("b", 2.0, 0.0)}, step)
+
+    keys = ("reward_score", "violation_rate", "violation_rate")
+    first, fresh, resumed = (_bound("ab", metric_key=key) for key in keys)
+    run(first, range(50))
+    run(fresh, range(20))
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    told = resumed.update({"a": stats("a", 9.0, 0.9), "b": stats("b", 2.0, 0.0)}, 50)
+    assert [event.reason for event in told if event.kind == "warn"] == [
+        "the checkpoint's scheduler.metric_key was reward_score, this run's is violation_rate: it starts "
+        "without history"
+    ]
+    run(resumed, range(51, 70))
+    assert resumed.weights() == pytest.approx(fresh.weights(), abs=0.05)

@@ -589,6 +589,20 @@ def test_another_direction_in_the_settings_begins_anew() -> None:
     assert {d.action for d in decisions} == {GuardAction.keep}
 
 
+def test_a_rollback_to_before_a_task_was_added_forgets_what_the_undone_weights_reached_in_it() -> None:
+    first = _guard("a", confirm=False)
+    for i in range(11):
+        first.observe(10 * i, _constant({"a": 0.9}, 10 * i))
+    guard = _guard("ab", confirm=False)
+    guard.load_state_dict(first.state_dict())  # a resume at step 100 adds b, which harms a
+    decisions = [guard.observe(10 * i, _constant({"a": 0.3, "b": 0.9}, 10 * i)) for i in range(11, 30)]
+    assert GuardAction.rollback in [d.action for d in decisions]
+    guard.rolled_back(CheckpointInfo(step=100, judged_good=True), step=100)
+    after = [guard.observe(10 * i, _constant({"a": 0.9, "b": 0.1}, 10 * i)) for i in range(11, 40)]
+    assert {d.action for d in after} == {GuardAction.keep}
+    assert after[-1].judged_good
+
+
 def test_a_rollback_over_a_redefinition_keeps_the_present_one() -> None:
     guard = _guard("a")
     for i in range(10):
