@@ -131,7 +131,10 @@ def row_id(row: Row) -> str:
 
 
 def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
-    """Return the task's rows by split: those tagged with it, or all if they carry one tag only."""
+    """Return the task's rows by split: those tagged with it, or all if they carry one tag only.
+
+    A renamed task has the rows of its former name if none have its present one.
+    """
     if dataset.startswith("plugin:"):
         return _read_plugin(spec, dataset.removeprefix("plugin:"))
     if dataset.startswith(GENERATOR_PREFIX):
@@ -139,7 +142,8 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
     is_path = is_data_path(dataset)
     whole = {"": read_file(dataset)} if is_path else read_dataset_dict(dataset, spec.dataset_config)
     grouped = group_rows(whole)
-    if spec.name not in grouped:
+    name = spec.renamed_from if spec.name not in grouped and spec.renamed_from in grouped else spec.name
+    if name not in grouped:
         if len(grouped) == 1:
             return next(iter(grouped.values()))
         raise DataError(
@@ -147,12 +151,12 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
             f"{', '.join(tag or '(none)' for tag in sorted(grouped))}. Rename the task or give it other data"
         )
     sizes = {tag or "(none)": sum(map(len, parts.values())) for tag, parts in grouped.items()}
-    if others := ", ".join(f"{size} of {tag}" for tag, size in sorted(sizes.items()) if tag != spec.name):
+    if others := ", ".join(f"{size} of {tag}" for tag, size in sorted(sizes.items()) if tag != name):
         logger.info(
             "task %s: of %s only the rows are taken whose column `task` says %r; left out: %s",
-            *(spec.name, dataset, spec.name, others),
+            *(spec.name, dataset, name, others),
         )
-    return grouped[spec.name]
+    return grouped[name]
 
 
 def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:

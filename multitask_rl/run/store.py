@@ -217,6 +217,8 @@ class RunStore:
             self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
         if track:
             self.checkpoints.set_aside_after(progress.step if is_own else -1)
+            renamed = {spec.renamed_from: name for name, spec in specs.items() if spec.renamed_from}
+            self.checkpoints.rename_tasks(renamed)
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None

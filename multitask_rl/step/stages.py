@@ -339,10 +339,13 @@ class RolloutStage(StreamingStage):
                 continue
             rollout = slot.rollout if isinstance(slot, Episode) else slot
             turn = (slot.number,) if isinstance(slot, Episode) and slot.number else ()
+            run_seed, name = self._seed, rollout.task
+            if self._purpose != "rollout":  # evaluations of a task stay paired when a resume renames it
+                run_seed, name = self._tasks[rollout.task].held_out_by[:2]
             seed = derive_seed(
-                self._seed,
+                run_seed,
                 self._purpose,
-                rollout.task,
+                name,
                 rollout.prompt.draw,
                 rollout.sample,
                 rollout.attempt,

@@ -150,6 +150,12 @@ class CheckpointStore:
         """Return the step with the highest score among those of the newest one's tasks; None without any."""
         return next(iter(self._best_of_tasks()), None)
 
+    def rename_tasks(self, renamed: Mapping[str, str]) -> None:
+        """Let the scores of earlier checkpoints count as scores of the renamed tasks: former name -> name."""
+        for entry in self.entries.values():
+            parts = [own.partition(":") for own in entry.score_of]
+            entry.score_of = sorted(f"{renamed.get(task, task)}{colon}{rest}" for task, colon, rest in parts)
+
     def _best_of_tasks(self) -> list[int]:
         """Return the step with the highest score for each set of tasks that scores are of, newest first."""
         best: dict[tuple[str, ...], CheckpointEntry] = {}

@@ -627,3 +627,61 @@ def test_two_ways_to_treat_rejected_responses_are_two_definitions(tmp_path):
         definition("grpo", reject) == definition("rloo", reject) != definition("constrained_decoding", reject)
     )
     assert definition("grpo") == definition("constrained_decoding"), "nothing is rejected"
+
+
+def test_a_renamed_anchor_answers_its_prompts_with_the_same_seeds(tmp_path):
+    anchor = (
+        "  %s: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:has_no_digit], solved_at: 1.0%s}\n"
+    )
+    still = {
+        **SMALL,
+        "optimizer": OptimizerConfig(learning_rate=1e-9),
+        "eval": EvalConfig(every=1, num_prompts=40),
+    }
+    write_run(tmp_path, COPY + anchor % ("kept", ""), num_rows=400)
+    first = train(run_config(tmp_path, "out", 2, **still))
+    (tmp_path / "tasks.yaml").write_text(COPY + anchor % ("held", ", renamed_from: kept"))
+    second = train(run_config(tmp_path, "out", 3, **still, seed=9))
+    before, after = first.history[-1][1]["kept"], second.history[-1][1]["held"]
+    assert list(before.values) == list(after.values)
+    assert len(set(before.values)) > 1
+    assert after.metrics["turnover"].mean == 0.0
+
+
+def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
+    scores = {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3}
+
+    def run(steps):
+        with Trainer.from_config(run_config(tmp_path, "out", steps, **SMALL)) as trainer:
+            evaluate = trainer._open().evaluator.evaluate
+
+            def scored(step, **keywords):
+                found = evaluate(step, **keywords)
+                for evaluation in found.values():
+                    evaluation.primary = replace(evaluation.primary, mean=scores[step])
+                return found
+
+            trainer.parts.evaluator.evaluate = scored
+            trainer.train()
+            return trainer.parts.store.checkpoints.best()
+
+    write_run(tmp_path, COPY, num_rows=60)
+    assert run(4) == 2
+    (tmp_path / "tasks.yaml").write_text(COPY.replace("copy: {", "again: {renamed_from: copy, "))
+    assert run(6) == 2
+
+
+def test_a_renamed_task_keeps_the_rows_that_carry_its_former_name(tmp_path):
+    write_run(tmp_path, COPY, num_rows=60)
+    rows = [
+        json.dumps({**json.loads(line), "task": task})
+        for task in ("copy", "digit")
+        for line in (tmp_path / f"{task}.jsonl").read_text().splitlines()
+    ]
+    (tmp_path / "all.jsonl").write_text("\n".join(rows))
+    tasks = (COPY + DIGIT).replace("copy.jsonl", "all.jsonl").replace("digit.jsonl", "all.jsonl")
+    (tmp_path / "tasks.yaml").write_text(tasks)
+    first = train(run_config(tmp_path, "out", 2, **SMALL)).tasks["digit"]
+    (tmp_path / "tasks.yaml").write_text(tasks.replace("digit: {", "number: {renamed_from: digit, "))
+    second = train(run_config(tmp_path, "out", 4, **SMALL)).tasks["number"]
+    assert second.eval_rows == first.eval_rows
