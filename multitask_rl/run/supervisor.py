@@ -203,6 +203,10 @@ class Supervisor:
         if is_back:
             # the restored checkpoint does not record the rollback: a killed run would repeat it
             self.save()
+            checkpoints = self.store.checkpoints
+            if (best := checkpoints.best()) not in (None, self.progress.step):  # the former one may be undone
+                actor = checkpoints.path(best) / "actor"
+                self.trackers.log_checkpoint(actor, best, is_best=True, judged_good=False)
         return not is_back
 
     def _deciding(self, evaluations: Mapping[str, TaskEvaluation]) -> dict[str, TaskEvaluation]:

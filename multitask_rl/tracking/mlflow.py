@@ -53,6 +53,8 @@ _MAX_NAME = 250
 _MAX_PARAMETER = 500
 """Characters of a parameter's value; newer servers allow 6000, this one passes everywhere."""
 _MAX_TAG = 5000
+_RUN_TAG = "multitask_rl.run"
+"""Tag of a registered model: the run whose weights it has."""
 _EVENTS_EVERY_S = 60.0
 _RESOLUTION, _HEADLINE_RESOLUTION = 10, 50
 """Kept points of a curve lie at least a 10th (a 50th) of the steps made so far apart: all are kept before
@@ -288,7 +290,8 @@ class MLflowTracker(Tracker):
         """Task -> when it got traces last."""
         self._refused: set[str] = set()
         """Kinds of things that the store did not take."""
-        self._has_inputs = False
+        self._inputs: set[str] = set()
+        """Names of the data sets that the run has."""
         self._experiment = ""
         self._model_name = ""
 
@@ -308,7 +311,7 @@ class MLflowTracker(Tracker):
         run = self._client.get_run(self._run)
         self._experiment = str(run.info.experiment_id)
         self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
-        self._has_inputs = bool(run.inputs and run.inputs.dataset_inputs)
+        self._inputs = {own.dataset.name for own in run.inputs.dataset_inputs} if run.inputs else set()
         target = f"MLflow at {redact_text(self.uri)}"
         self._worker = BackgroundWriter(
             target,
@@ -470,8 +473,8 @@ class MLflowTracker(Tracker):
             self._events_written_s = time.monotonic()
 
     def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
-        """Queue the rows as inputs of the run: source, number and hash."""
-        if self._worker is None or self._has_inputs:
+        """Queue the rows as inputs of the run, those that it lacks: source, number and hash."""
+        if self._worker is None:
             return
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
@@ -488,7 +491,8 @@ class MLflowTracker(Tracker):
             )
             for data in datasets
         ]
-        self._offer("data sets", partial(self._client.log_inputs, self._run, inputs))
+        if new := [own for own in inputs if own.dataset.name not in self._inputs]:
+            self._offer("data sets", partial(self._client.log_inputs, self._run, new))
 
     def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
         """Queue a version of the run's registered model, if the weights are the best or judged good."""
@@ -500,12 +504,16 @@ class MLflowTracker(Tracker):
         """Make the version and move the aliases to it; versions without an alias are deleted."""
         from mlflow.exceptions import MlflowException
 
-        name = self._model_name
-        try:
-            known = self._client.get_registered_model(name).aliases
-        except MlflowException:
-            self._client.create_registered_model(name, description=f"weights of the run {self._run}")
-            known = {}
+        about, own = f"weights of the run {self._run}", {_RUN_TAG: self._run}
+        known: Mapping[str, Any] = {}
+        for name in (self._model_name, f"{self._model_name} {self._run[:8]}"):
+            try:
+                model = self._client.get_registered_model(name)
+            except MlflowException:
+                model = self._client.create_registered_model(name, tags=own, description=about)
+            known = model.aliases or {}
+            if model.tags.get(_RUN_TAG, self._run if model.description == about else "") == self._run:
+                break  # else it is of another run of this name
         tags = {"step": str(step)}
         made = self._client.create_model_version(name, actor.as_uri(), self._run, tags=tags)
         for alias in aliases:

@@ -12,6 +12,7 @@ from multitask_rl.config.run import (
     GuardConfig,
     OptimizerConfig,
     SchedulerConfig,
+    TrackingConfig,
     recorded_config,
 )
 from multitask_rl.guard.base import Guard
@@ -151,3 +152,46 @@ def test_changed_settings_are_told_by_the_run_that_trains_with_them(place, monke
             train(config_of(place, "out", 4, **faster))
     train(config_of(place, "out", 4, **faster))
     assert changes(place / "out") == ["optimizer.learning_rate: 0.001 -> 0.01"]
+
+
+ALIASES = """
+from multitask_rl.tracking.base import Tracker
+
+
+class Aliases(Tracker):
+    def __init__(self, output_dir, config, run_id):
+        self.run_id, self.file = run_id, output_dir / "best"
+
+    def log_checkpoint(self, actor, step, *, is_best, judged_good):
+        if is_best:
+            self.file.write_text(str(actor))
+"""
+
+
+def test_after_a_rollback_trackers_know_the_best_checkpoint_that_is_left(place):
+    scores = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.9, 8: 0.2}
+    (place / "aliases.py").write_text(ALIASES)
+    tracking = TrackingConfig(trackers=["jsonl", f"{place / 'aliases.py'}:Aliases"])
+
+    class Before6(Back):
+        def observe(self, step, evaluations, confirm=None):
+            decision = super().observe(step, evaluations)
+            return replace(decision, judged_good=step < 6)
+
+    with Trainer.from_config(config_of(place, "out", 8, tracking=tracking)) as trainer:
+        trainer.add_guard(Before6(8))
+        evaluator = trainer._open().evaluator
+        evaluate = evaluator.evaluate
+
+        def scored(step, **keywords):
+            found = evaluate(step, **keywords)
+            mean = scores.pop(step, 0.0)
+            for evaluation in found.values():
+                evaluation.primary = replace(evaluation.primary, mean=mean)
+            return found
+
+        evaluator.evaluate = scored
+        trainer.train()
+    best = place / "out" / "checkpoints" / "step_00000002" / "actor"
+    assert (place / "out" / "best").read_text() == str(best)
+    assert best.is_dir()

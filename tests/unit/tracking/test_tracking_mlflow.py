@@ -350,18 +350,25 @@ def test_rows_weights_and_rollouts_are_what_mlflow_calls_them(
     identity = str(tracker.run_id)
     again = MLflowTracker(tmp_path / "run", TrackingConfig(run_name="x"), identity)
     again.start({}, resume_step=2)
-    again.log_datasets(rows)
+    again.log_datasets([*rows, replace(rows[0], task="added")])  # at the resume
     again.log_rollouts(scored, 3)  # the step is made again
     again.finish("finished")
+    other = MLflowTracker(tmp_path / "fork", TrackingConfig(run_name="x"), None)
+    other.start({})
+    for step in (10, 12):
+        other.log_checkpoint(tmp_path / f"{step}", step, is_best=True, judged_good=True)
+    other.finish("finished")
 
     client = MlflowClient(tracking_uri=tracker.uri)
     inputs = client.get_run(identity).inputs.dataset_inputs
     assert {(i.dataset.name, i.dataset.digest, i.tags[0].value) for i in inputs} == {
         ("t (train)", "digestFalse", "training"),
         ("t (held out)", "digestTrue", "evaluation"),
+        ("added (train)", "digestFalse", "training"),
     }
-    (model,) = client.search_registered_models()
-    assert model.name == "multitask-rl x"
+    model, second = sorted(client.search_registered_models(), key=lambda model: str(model.name))
+    assert (model.name, second.name) == ("multitask-rl x", f"multitask-rl x {str(other.run_id)[:8]}")
+    assert client.get_model_version_by_alias(second.name, "best").tags["step"] == "12"
     versions = {
         alias: client.get_model_version_by_alias(model.name, alias) for alias in ("best", "last_good")
     }
