@@ -425,7 +425,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 def as_given(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded task with the keys of a tasks file."""
-    given = {k: v for k, v in task.items() if k not in ("name", "source", "sampling_keys")}
+    given = {k: v for k, v in task.items() if k not in ("name", "source", "sampling_keys", "former_names")}
     sampling, keys = task.get("sampling"), task.get("sampling_keys")
     if keys and isinstance(sampling, Mapping) and isinstance(keys, list):
         given["sampling"] = {key: value for key, value in sampling.items() if key in keys}

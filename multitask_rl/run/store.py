@@ -217,8 +217,8 @@ class RunStore:
             self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
         if track:
             self.checkpoints.set_aside_after(progress.step if is_own else -1)
-            renamed = {spec.renamed_from: name for name, spec in specs.items() if spec.renamed_from}
-            self.checkpoints.rename_tasks(renamed)
+            former = self._former_names(specs)
+            self.checkpoints.rename_tasks({old: name for name, own in former.items() for old in own})
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
@@ -312,7 +312,23 @@ class RunStore:
                 raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")
             logger.info("%s", said)
             return self.read_config()
-        return _resolved(config, specs)
+        plain = _resolved(config, specs)
+        if self.resumed_at is not None:
+            for name, former in self._former_names(specs).items():
+                plain["tasks"][name]["former_names"] = former
+        return plain
+
+    def _former_names(self, specs: Mapping[str, TaskSpec]) -> dict[str, list[str]]:
+        """Return all names that tasks had in this run, by present name: its records have them."""
+        tasks = self.read_config().get("tasks")
+        before = tasks if isinstance(tasks, Mapping) else {}
+        found = {}
+        for name, spec in specs.items():
+            own = before.get(name) or before.get(spec.renamed_from) or {}
+            names = {*own.get("former_names", ()), spec.renamed_from} - {"", *specs}
+            if names:
+                found[name] = sorted(names)
+        return found
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write ``settings`` into ``config.yaml``, once their changes are told: a resume compares with it.

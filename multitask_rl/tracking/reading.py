@@ -162,9 +162,13 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
 def former_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Return former name -> name of the tasks that a resume renamed."""
     specs = config.get("tasks")
-    named = specs.items() if isinstance(specs, Mapping) else ()
-    former = {str(s.get("renamed_from") or ""): name for name, s in named if isinstance(s, Mapping)}
-    return {old: name for old, name in former.items() if old and old not in dict(named)}
+    named = specs if isinstance(specs, Mapping) else {}
+    former: dict[str, str] = {}
+    for name, spec in named.items():
+        if isinstance(spec, Mapping):
+            names = (*(spec.get("former_names") or ()), spec.get("renamed_from") or "")
+            former |= {str(old): name for old in names}
+    return {old: name for old, name in former.items() if old and old not in named}
 
 
 def _evaluation(line: Mapping[str, Any], names: Mapping[str, str]) -> Evaluation:

@@ -20,6 +20,8 @@ from multitask_rl.config.run import (
     OptimizerConfig,
     RolloutConfig,
     SchedulerConfig,
+    ScoringConfig,
+    recorded_config,
 )
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import get_dataloader
@@ -649,7 +651,7 @@ def test_a_renamed_anchor_answers_its_prompts_with_the_same_seeds(tmp_path):
 
 
 def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
-    scores = {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3}
+    scores = {0: 0.1, 2: 0.9, 4: 0.2, 6: 0.3, 8: 0.3, 10: 0.3}
 
     def run(steps):
         with Trainer.from_config(run_config(tmp_path, "out", steps, **SMALL)) as trainer:
@@ -667,8 +669,15 @@ def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
 
     write_run(tmp_path, COPY, num_rows=60)
     assert run(4) == 2
-    (tmp_path / "tasks.yaml").write_text(COPY.replace("copy: {", "again: {renamed_from: copy, "))
-    assert run(6) == 2
+    for steps, name in (
+        (6, "again: {renamed_from: copy, "),
+        (8, "again: {"),
+        (10, "third: {renamed_from: again, "),
+    ):
+        (tmp_path / "tasks.yaml").write_text(COPY.replace("copy: {", name))
+        assert run(steps) == 2
+    assert list(read_run(tmp_path / "out").evaluations) == ["third"]
+    assert recorded_config(tmp_path / "out").tasks.keys() == {"third"}
 
 
 def test_a_renamed_task_keeps_the_rows_that_carry_its_former_name(tmp_path):
@@ -685,3 +694,41 @@ def test_a_renamed_task_keeps_the_rows_that_carry_its_former_name(tmp_path):
     (tmp_path / "tasks.yaml").write_text(tasks.replace("digit: {", "number: {renamed_from: digit, "))
     second = train(run_config(tmp_path, "out", 4, **SMALL)).tasks["number"]
     assert second.eval_rows == first.eval_rows
+
+
+SPEAKS_FIRST = """
+import os
+from multitask_rl.environments.base import StepResult
+
+
+class Speaks:
+    def reset(self, row):
+        if row["id"] == ROW and os.path.exists("PLACE/is_down"):
+            raise ConnectionError("the server is gone")
+        return [{"role": "user", "content": "b"}]
+
+    def step(self, message):
+        return StepResult(done=True, reward=float(len(message["content"]) > 2))
+
+    def close(self):
+        pass
+"""
+
+
+def test_an_evaluation_with_a_world_that_fails_is_of_the_same_prompts(tmp_path):
+    task = "  says: {type: grpo, dataset: digit.jsonl, environment: 'worlds.py:Speaks', max_turns: 2}\n"
+    write_run(tmp_path, f"tasks:\n{task}", num_rows=400)
+    small = {**SMALL, "scoring": ScoringConfig(num_workers=1, max_failure_rate=0.9)}
+    (tmp_path / "worlds.py").write_text(SPEAKS_FIRST)
+    with Trainer.from_config(run_config(tmp_path, "rows", 2, **small)) as trainer:
+        row = trainer.tasks["says"].eval_rows[0]["id"]
+    (tmp_path / "worlds.py").write_text(
+        SPEAKS_FIRST.replace("ROW", repr(row)).replace("PLACE", str(tmp_path))
+    )
+    with Trainer.from_config(run_config(tmp_path, "out", 2, **small)) as trainer:
+        evaluator = trainer._open().evaluator
+        first = evaluator.evaluate(0)["says"]
+        (tmp_path / "is_down").touch()
+        second = evaluator.evaluate(0)["says"]
+    assert (first.num_failed, second.num_failed) == (0, 1)
+    assert first.prompts == second.prompts
