@@ -172,7 +172,9 @@ def build_parts(
         worlds = build_worlds(plan)
         if worlds is not None:
             closing.callback(worlds.close)
-        state = RunState(progress, actor, critic, learner, tasks, scheduler, scorer, guard)
+        state = RunState(
+            *(progress, actor, critic, learner, tasks, scheduler, scorer, guard), store.reference_dir
+        )
         run_id = store.resume(state, progress, config, plan.specs, guard)
         if guard is None and plan.trained:
             # the checkpoint's scheduler may have factors of a guard that is now off

@@ -7,6 +7,7 @@ import logging
 import random
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
-from multitask_rl.models.actor import Actor, fit_rows, vocabulary_rows
+from multitask_rl.models.actor import Actor, fit_rows, read_weights, vocabulary_rows
 from multitask_rl.records import Event, TaskEvaluation, rename_tasks
 from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.task_state import TaskState
@@ -68,8 +69,9 @@ class RunState:
         scheduler: DynamicTaskWeightScheduler,
         scorer: RunScorer,
         guard: Guard | None,
+        reference_dir: Path,
     ) -> None:
-        self.actor = actor
+        self.actor, self._reference_dir = actor, reference_dir
         self._progress, self._critic, self._learner, self._tasks = progress, critic, learner, tasks
 
         def load_scorer(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
@@ -211,8 +213,12 @@ class RunState:
 
     def _load_reference(self, tensors: Mapping[str, Tensor], _renamed: Mapping[str, str]) -> None:
         runner = self._learner.backend.runner
-        if runner.average is not None:
-            runner.average.load_tensors(_fit(tensors, {"": runner.reference}))
+        if runner.average is None:
+            return
+        if not tensors and self._reference_dir.is_dir():
+            # the checkpoint's reference was fixed: what has moved since follows weights that are undone
+            tensors = read_weights(self._reference_dir)
+        runner.average.load_tensors(_fit(tensors, {"": runner.reference}))
 
 
 def _random_data() -> dict[str, Any]:

@@ -89,6 +89,8 @@ class RunStore:
         except BaseException:
             self.close()
             raise
+        self.reference_dir = output_dir / "reference"
+        """Weights of the reference policy at the start of the run, if it has one."""
         self._owner = output_dir
         """The run that made the checkpoint, as far as its place tells."""
         if self._found is not None and self._found.path.resolve().parent.name == "checkpoints":
@@ -151,11 +153,12 @@ class RunStore:
         has_kl_term = any(tasks[name].spec.kl.coefficient > 0 for name in active)
         if not has_kl_term and not any(measures_kl(t.algorithm) for t in tasks.values()):
             return None
-        directory = self._output_dir / "reference"
+        directory = self.reference_dir
         reference = actor.clone_for_reference()
         if reference is None:
             return None
-        if self._found is not None and directory.is_dir():
+        is_own = self._owner.resolve() == self._output_dir.resolve()  # else it may be of a former run there
+        if self._found is not None and is_own and directory.is_dir():
             try:
                 check_files(directory, read_manifest(directory))
             except CheckpointError as error:

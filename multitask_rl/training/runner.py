@@ -110,7 +110,7 @@ class AveragedReference:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore ``tensors``; none (the checkpoint had a fixed reference) change nothing.
+        """Restore ``tensors``; none change nothing.
 
         Raises:
             CheckpointError: they belong to another model.

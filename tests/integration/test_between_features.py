@@ -732,3 +732,25 @@ def test_an_evaluation_with_a_world_that_fails_is_of_the_same_prompts(tmp_path):
         second = evaluator.evaluate(0)["says"]
     assert (first.num_failed, second.num_failed) == (0, 1)
     assert first.prompts == second.prompts
+
+
+def test_a_rollback_to_a_fixed_reference_undoes_what_an_averaged_one_followed(tmp_path):
+    held = COPY.replace("rewards:", "kl: {coefficient: 0.01}, rewards:")
+    write_run(tmp_path, held, num_rows=40)
+    train(run_config(tmp_path, "out", 2, **SMALL))
+    config = run_config(tmp_path, "out", 12, **SMALL, optimizer=OptimizerConfig(learning_rate=1e-2))
+    with Trainer.from_config(replace(config, model=replace(config.model, reference_decay=0.5))) as trainer:
+        opened = trainer._open()
+        reference = trainer.parts.learner.backend.runner.reference
+        first = [parameter.clone() for parameter in reference.parameters()]
+
+        def has_moved():
+            return any(not a.equal(b) for a, b in zip(first, reference.parameters(), strict=True))
+
+        for _ in range(3):
+            trainer.train_step()
+        assert has_moved()
+        checkpoints = opened.store.checkpoints
+        opened.experience.clear()
+        opened.state.restore(checkpoints.load(checkpoints.path(2)), without=["scorer", "guard"])
+        assert not has_moved()

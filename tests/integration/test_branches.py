@@ -24,7 +24,10 @@ from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, write_run
 
-COPY = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
+COPY = """
+tasks:
+  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right], kl: {coefficient: 0.001}}
+"""
 SMALL = {
     "batch": BatchConfig(prompts_per_step=4, group_size=2),
     "eval": EvalConfig(every=2, num_prompts=6),
@@ -82,6 +85,8 @@ def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(pl
         other.add_guard(Back(-1))
         other.train()
     begun = place / "parent" / "checkpoints" / "step_00000006"
+    (place / "out" / "reference").mkdir(exist_ok=True)
+    (place / "out" / "reference" / "of another run").touch()
     with Trainer.from_config(config_of(place, "out", 8, begun)) as fork:
         fork.add_guard(Back(8))
         fork.train()
@@ -89,6 +94,7 @@ def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(pl
     assert [event["data"]["to"] for event in told if event["kind"] == "rolled_back"] == [6]
     there = {path.name for path in (place / "out" / "checkpoints").iterdir()}
     assert {"abandoned_1_step_00000002", "abandoned_1_step_00000004"} < there
+    assert not (place / "out" / "reference" / "of another run").exists(), "the KL is not measured to it"
 
 
 def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_again(place, monkeypatch):

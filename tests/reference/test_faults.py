@@ -151,9 +151,9 @@ def reference_stands_still(patch):
 def rounding_is_forgotten(patch):
     real = DynamicTaskWeightScheduler.quotas
 
-    def quotas(self, num_prompts, step):
+    def quotas(self, num_prompts):
         self.load_state_dict({**self.state_dict(), "carry": {}})
-        return real(self, num_prompts, step)
+        return real(self, num_prompts)
 
     patch.setattr(DynamicTaskWeightScheduler, "quotas", quotas)
 
