@@ -40,7 +40,6 @@ from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
-from multitask_rl.step.texts import TextMeter
 from multitask_rl.step.tokens import TokenTexts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
@@ -214,13 +213,10 @@ def build_parts(
             tasks,
             config.seed,
             config.eval.temperature,
+            backend,
             worlds=worlds,
             on_progress=trackers.log_progress,
         )
-        if any(task.spec.kind == "anchor" or not task.spec.is_scored for task in tasks.values()):
-            evaluator.texts = TextMeter(
-                backend=backend, actor=actor, engine=engine, tasks=tasks, seed=config.seed
-            )
         supervisor = Supervisor(
             config=config,
             progress=progress,

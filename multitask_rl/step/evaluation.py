@@ -19,6 +19,7 @@ from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import Progress, sampling_stages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.step.texts import TextMeter
+from multitask_rl.training.backend import TrainingBackend
 
 
 @dataclass
@@ -35,9 +36,9 @@ class Evaluator:
     tasks: Mapping[str, TaskState]
     seed: int
     temperature: float
+    backend: TrainingBackend
+    """Has the initial weights and the teachers, for anchors and tasks without rewards."""
     worlds: WorldPool | None = None
-    texts: TextMeter | None = None
-    """Measures anchors and tasks without rewards; None = there are none."""
     on_progress: Progress | None = None
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
@@ -104,6 +105,12 @@ class Evaluator:
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
             if task.spec.kind == "anchor" or not task.spec.is_scored:
-                assert self.texts is not None
-                found[name] = self.texts.measure(name, found[name], purpose)
+                meter = TextMeter(
+                    backend=self.backend,
+                    actor=self.actor,
+                    engine=self.engine,
+                    tasks=self.tasks,
+                    seed=self.seed,
+                )
+                found[name] = meter.measure(name, found[name], purpose)
         return found
