@@ -142,7 +142,9 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
     is_path = is_data_path(dataset)
     whole = {"": read_file(dataset)} if is_path else read_dataset_dict(dataset, spec.dataset_config)
     grouped = group_rows(whole)
-    name = spec.renamed_from if spec.name not in grouped and spec.renamed_from in grouped else spec.name
+    name = spec.name
+    if name not in grouped and spec.renamed_from and spec.renamed_from in grouped:
+        name = spec.renamed_from
     if name not in grouped:
         if len(grouped) == 1:
             return next(iter(grouped.values()))
