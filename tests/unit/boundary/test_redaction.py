@@ -61,7 +61,9 @@ def record(run: Path) -> tuple[RunConfig, RunStore]:
     tasks = {"a": {"dataset": "x/y", "rewards": [{"plugin": "math_answer", "config": {}}]}}
     run.mkdir()
     store = RunStore(run, CheckpointConfig(), track=False)
-    assert "sesame" not in str(store.settings(config, parse_tasks({"tasks": tasks})))
+    settings = store.settings(config, parse_tasks({"tasks": tasks}))
+    assert "sesame" not in str(settings)
+    store.write_config(settings)
     return config, store
 
 

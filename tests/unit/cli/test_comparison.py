@@ -289,8 +289,8 @@ def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.
         line(0, "metric", [0.1, 0.2])
         + line(2, "metric", [7.0, 8.0, 7.0, 8.0], "length")
         + line(4, "metric", [7.5, 8.5, 7.6, 8.4], "length")
-        + line(0, "seed", [0.1, 0.2])
-        + line(4, "seed", [0.3, 0.4], prompts="q")
+        + line(0, "rows", [0.1, 0.2])
+        + line(4, "rows", [0.3, 0.4], prompts="q")  # a resume took other rows
         + line(2, "old", low)
         + line(4, "new", high)
         + line(4, "single", [0.3, 0.4])
@@ -306,7 +306,7 @@ def test_report_compares_only_what_is_comparable(tmp_path: Path, capsys: pytest.
     }
     assert rows == {
         "metric": ([2, 4], 7.5, True, "better"),
-        "seed": ([0, 4], pytest.approx(0.15), False, "not told apart"),
+        "rows": ([None, 4], None, False, "unknown"),
         "new": ([2, 4], pytest.approx(0.15), True, "better"),
         "single": ([None, 4], None, False, "unknown"),
     }
