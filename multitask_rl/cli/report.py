@@ -130,7 +130,8 @@ def _render_report(result: Mapping[str, Any]) -> str:
     parts = [f"run: {result['run']}", task_table(result["tasks"], ("before", "after"))]
     parts += [
         f"{task}: not compared with the evaluations at steps {', '.join(map(str, row['left_out']))}, "
-        f"which were not judged by {row['metric']!r} of the same definition and direction"
+        f"which were not judged by {row['metric']!r} of the same definition and direction, on the same "
+        "prompts and with the same sampling"
         for task, row in result["tasks"].items()
         if row["left_out"]
     ]
