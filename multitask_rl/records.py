@@ -460,6 +460,8 @@ class TaskStats:
     algorithm decides for groups of one rollout."""
     reward_mean: float
     """Mean reward over the step's slots, rejected ones included; NaN without slots."""
+    num_trainable: int | None = None
+    """Groups with a response that may be trained on: not failed, nor rejected; None = all."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
     headroom: float = math.nan

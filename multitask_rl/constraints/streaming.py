@@ -41,16 +41,19 @@ class StreamJudge:
 
     def check(self, partial: Sequence[tuple[int, list[int]]]) -> list[bool]:
         """Return whether each response violates a constraint that is due at its length."""
-        due: dict[int, set[str]] = {}
+        # a seed may be there twice: of an episode that began again while the lost answer is still sampled
+        due: list[tuple[int, set[str]]] = []
         rollouts: list[Rollout] = []
         for seed, ids in partial:
             slot, spec = self._slots[seed]
             streaming = [c for c in spec.constraints if c.stream_every]
             if names := {c.name for c in streaming if len(ids) % c.stream_every == 0}:
-                due[seed], text = names, self._text(slot, ids)
+                due.append((seed, names))
+                text = self._text(slot, ids)
                 rollouts.append(replace(slot, response_ids=ids, response=text, finish_reason=FLAGGED))
         ended: set[int] = set()
-        for seed, verdicts in zip(due, self._judge(rollouts, list(due.values())), strict=True):
+        found = self._judge(rollouts, [names for _, names in due])
+        for (seed, _), verdicts in zip(due, found, strict=True):
             if violated := {n: v for n, v in verdicts.items() if isinstance(v, Verdict) and v.violated}:
                 self.verdicts[seed] = {**violated}
                 ended.add(seed)

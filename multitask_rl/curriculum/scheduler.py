@@ -269,6 +269,8 @@ class DynamicTaskWeightScheduler:
         shares = raise_to_floors(normalise(shares), floors)
         if self._factors:
             scaled = {task: share * self._factors.get(task, 1.0) for task, share in shares.items()}
+            if not any(scaled.values()):  # the tasks that are not frozen had no share
+                scaled = {task: policy.prior[task] * self._factors.get(task, 1.0) for task in shares}
             kept = {task: floors[task] for task, share in scaled.items() if share > 0.0}
             shares = raise_to_floors(normalise(scaled), kept)
         return {task: shares.get(task, 0.0) for task in self.tasks}

@@ -92,6 +92,8 @@ class TaskTrace:
     steps: int = 0
     """Steps that gave a finite value; ``prompts`` counts their prompts."""
     prompts: int = 0
+    seen: int = 0
+    """Prompts of all steps, those without a finite value too."""
     raw: Average = field(default_factory=Average)
     """The watched value, unscaled: the scale is applied on reading, so a wider range rescales old values."""
     within: Average = field(default_factory=Average)
@@ -127,10 +129,14 @@ class TaskTrace:
         elif statistic is not None and statistic.direction is Direction.lower:  # ``1 - x`` of a bad rate
             ends = statistic.low + statistic.high
             value = ends - value if math.isfinite(ends) else -value
+        n = stats.num_prompts
+        self.seen = max(self.seen, self.prompts) + n
+        gain = max(min(smoothing, n / prompts_averaged), n / self.seen)
+        self.with_gradient.add(stats.num_informative / n, n, gain)
         if not math.isfinite(value):
             return None
         std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
-        before, n = self.raw.value, stats.num_prompts
+        before = self.raw.value
         self.steps += 1
         self.prompts += n
         if metric_key == REWARD_SCORE:
@@ -145,7 +151,6 @@ class TaskTrace:
         self.within.add(std, n, gain)
         if metric_key == REWARD_SCORE and math.isfinite(stats.headroom):
             self.above.add(stats.headroom, n, gain if self.above.steps else 1.0)
-        self.with_gradient.add(stats.num_informative / n, n, gain)
         change = place(self.raw.value, *self._scale) - place(before, *self._scale)
         return change if self.steps > 1 else 0.0
 
@@ -189,8 +194,8 @@ class TaskTrace:
 
     @property
     def informative(self) -> float:
-        """Smoothed share of groups with a gradient; 1 before any step."""
-        return self.with_gradient.value if self.steps else 1.0
+        """Smoothed share of groups with a gradient, of steps without a finite value too; 1 before any."""
+        return self.with_gradient.value if self.with_gradient.steps else 1.0
 
     @property
     def _scale(self) -> tuple[float, float]:

@@ -11,7 +11,6 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from statistics import fmean
 from threading import Lock
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +20,7 @@ from multitask_rl.executor.group import ActorCall, ActorGroup
 from multitask_rl.records import Event, Failure, Rollout, Scored, Verdict
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.scoring.round import POLL_S, Pending
+from multitask_rl.scoring.stats import TaskCounts
 from multitask_rl.tracking.timeline import Span
 
 _CALLS = 4
@@ -262,16 +262,12 @@ class RayScorer:
         return DealtRound(self._open(), "judging", self.judge, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        """Return the mean over the pools of every task's metrics."""
-        merged: dict[str, dict[str, list[float]]] = {}
-        for pool in self._ask_all("metrics"):
-            for task, metrics in pool.items():
-                for name, value in metrics.items():
-                    merged.setdefault(task, {}).setdefault(name, []).append(value)
-        return {
-            task: {name: fmean(values) for name, values in metrics.items()}
-            for task, metrics in merged.items()
-        }
+        """Return every task's metrics over all pools (see ``RewardPool.metrics``)."""
+        merged: dict[str, TaskCounts] = {}
+        for pool in self._ask_all("take_counts"):
+            for task, counts in pool.items():
+                merged.setdefault(task, TaskCounts()).include(counts)
+        return {task: counts.metrics() for task, counts in merged.items() if counts.results}
 
     def health_events(self, step: int) -> list[Event]:
         """Return the events of all pools."""

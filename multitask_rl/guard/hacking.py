@@ -31,7 +31,7 @@ _METRICS = ("length", "entropy", "kl")
 class StepHistory:
     """The last ``max_steps`` steps of every task, each a dictionary of numbers; NaN = not known.
 
-    ``updates`` counts groups that gave a gradient, ``prompts`` groups that were scored.
+    ``updates`` counts groups that gave a gradient, ``prompts`` groups with a response to train on.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -43,7 +43,7 @@ class StepHistory:
             entry = {
                 "step": step,
                 "updates": float(seen.num_informative),
-                "prompts": float(seen.num_prompts),
+                "prompts": float(seen.num_prompts if seen.num_trainable is None else seen.num_trainable),
                 # of uniformly drawn prompts: a curriculum that draws easier ones is no rise of the reward
                 "reward": seen.reward_mean + seen.shift,
             }

@@ -357,8 +357,12 @@ class SafetyGuard(Guard):
         able = [metric for metric in seen if metric.can_fall(settings, self.config.min_demonstrated)]
         alarmed = [metric for metric in able if metric.detector.alarms(settings)]
         if alarmed:
-            worst = max(alarmed, key=lambda m: (m.detector.cusum - m.detector.limit(settings), m.key))
-            return self._answer_alarm(worst, step, evaluations, confirm)
+            alarmed.sort(key=lambda m: (m.detector.cusum - m.detector.limit(settings), m.key), reverse=True)
+            answers = (self._answer_alarm(metric, step, evaluations, confirm) for metric in alarmed)
+            first = next(answers)
+            # an alarm that is not confirmed, or whose task has changed, hides no other one
+            others = (first, *answers) if first.action is GuardAction.warn else ()
+            return next((own for own in others if own.action is not GuardAction.warn), first)
         self._fresh = {}
         for metric in able:
             above = metric.detector.cusum > 0.5 * metric.detector.limit(settings)
@@ -403,6 +407,10 @@ class SafetyGuard(Guard):
             action = GuardAction(self.config.on_changed_task)
             if action is GuardAction.stop:
                 self._good_until, self._fallen = metric.detector.good_step, metric.key
+            else:  # the task goes on as it is: its level is another
+                metric.forget()
+                self._good.pop(metric.key, None)
+                self._fresh.pop(metric.key, None)
             return self._build(action, metric, step, text, statistics)
         if not is_confirmed:
             text = "looks lower, but a paired comparison does not confirm it"

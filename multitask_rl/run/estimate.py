@@ -24,7 +24,8 @@ from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.data.render import render_prompt
+from multitask_rl.curriculum.quotas import normalise, raise_to_floors
+from multitask_rl.data.render import render_answer, render_prompt
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES
 from multitask_rl.models.lora import model_below
@@ -113,8 +114,8 @@ def read_shape(config: ModelConfig) -> ModelShape:
 
 def step_workload(plan: RunPlan, tokenizer: Any) -> Workload:
     """Return the samples and tokens of one step of ``plan``, with the tasks' weights as shares."""
-    shares = {name: plan.specs[name].weight for name in plan.trained}
-    total = sum(shares.values())
+    weights = normalise({name: plan.specs[name].weight for name in plan.trained})
+    shares = raise_to_floors(weights, {name: plan.specs[name].min_share or 0.0 for name in plan.trained})
     prompts = plan.config.batch.prompts_per_step
     samples = prompt_tokens = new_tokens = 0.0
     for name, share in shares.items():
@@ -126,9 +127,13 @@ def step_workload(plan: RunPlan, tokenizer: Any) -> Workload:
         ]
         most = plan.config.rollout.max_prompt_tokens
         kept = [n for n in lengths if not most or n <= most] or lengths
-        own = share / total * prompts
+        own = share * prompts
         group = spec.group_size or plan.config.batch.group_size
         longest: float = spec.sampling_params(run_sampling(plan.config)).max_new_tokens
+        if spec.kind == "sft":  # one given answer
+            read = range(0, min(len(rows), stride * ROWS_READ), stride)
+            answers = [len(render_answer(spec, rows[i], tokenizer)) for i in read]
+            group, longest = 1, sum(answers) / len(answers)
         if spec.environment:
             longest = min(spec.max_response_tokens or math.inf, longest * spec.max_turns)
         samples += own * group

@@ -122,7 +122,8 @@ class RunPlan:
             train, held_out = self.rows[name]
             size = spec.group_size or batch.group_size
             number = "streamed" if isinstance(train, StreamedRows) else len(train)
-            use = "evaluated only" if spec.evaluation_only else f"{number} rows, {size} rollouts a prompt"
+            drawn = "a given answer each" if spec.kind == "sft" else f"{size} rollouts a prompt"
+            use = "evaluated only" if spec.evaluation_only else f"{number} rows, {drawn}"
             lines.append(f"  {name}: {spec.type}, {use}, {len(held_out)} held-out rows")
         return "\n".join(lines)
 

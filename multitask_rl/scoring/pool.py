@@ -167,9 +167,13 @@ class RewardPool:
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return per task the numbers of ``TaskCounts.metrics`` since the last call."""
+        return {name: own.metrics() for name, own in self.take_counts().items() if own.results}
+
+    def take_counts(self) -> dict[str, TaskCounts]:
+        """Return the counts by task since the last call."""
         with self._lock:
             counts, self._counts = self._counts, {name: TaskCounts() for name in self._counts}
-        return {name: own.metrics() for name, own in counts.items() if own.results}
+        return counts
 
     def health_events(self, step: int) -> list[Event]:
         """Return the warnings since the last call: error budgets half spent, plugins given a rest."""

@@ -37,6 +37,16 @@ class TaskCounts:
             if isinstance(result, Failure):
                 self.failures[result.kind] += 1
 
+    def include(self, other: TaskCounts) -> None:
+        """Add the counts of another pool."""
+        self.samples += other.samples
+        self.results += other.results
+        self.hits += other.hits
+        self.overruns += other.overruns
+        self.failures.update(other.failures)
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+
     def metrics(self) -> dict[str, float]:
         """Return the numbers by metric name; rates are per sample, hits per result, seconds are sums."""
         samples, results = max(1, self.samples), max(1, self.results)

@@ -294,7 +294,10 @@ class ExperienceSource:
         entitled = Counter(quotas)
         entitled.update(carried + dropped)
         entitled.subtract(num_late())
-        shortfall = self._refill.shortfall(experience.kept, entitled)
+        if self._config.batch.refill_rounds:
+            shortfall = self._refill.shortfall(experience.kept, entitled)
+        else:  # groups without a gradient are not given back, those that were too late are
+            shortfall = dict(dropped)
         self._scheduler.carry_over(shortfall, sum(quotas.values()))
         self._late += [sampled for sampled in passes if sampled.rewards.open_groups]
         if self._config.batch.quorum < 1.0:

@@ -102,6 +102,7 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
         task=task.spec.name,
         num_prompts=len(groups),
         num_informative=sum(has_spread(task, g) for g in groups.values()),
+        num_trainable=sum(any(is_trainable(task, s) for s in g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
         reward_std=statistics.fmean(map(statistics.pstdev, several)) if several else 0.0,
         headroom=statistics.fmean(headrooms) if headrooms else math.nan,

@@ -114,8 +114,10 @@ class CreditAssigner:
         metrics = dict(credit.metrics)
         if known is not None:
             metrics["grammar/forced_share"] = 1.0 - float(known.float().mean())
-        if batch.old_logprobs is not None and batch.ref_logprobs is not None:
-            gaps = torch.split(batch.old_logprobs - batch.ref_logprobs, batch.lengths.tolist())
+        # of a task with a teacher they are the teacher's
+        ref_logprobs = None if task.algorithm.has_teacher else batch.ref_logprobs
+        if batch.old_logprobs is not None and ref_logprobs is not None:
+            gaps = torch.split(batch.old_logprobs - ref_logprobs, batch.lengths.tolist())
             metrics["kl"] = float(torch.stack([gap.sum() for gap in gaps]).mean())
         may_skip = task.zero_advantage_is_zero_gradient
         has_gradient = [not may_skip or bool(own.any()) for own in advantages]

@@ -754,3 +754,87 @@ def test_a_rollback_to_a_fixed_reference_undoes_what_an_averaged_one_followed(tm
         opened.experience.clear()
         opened.state.restore(checkpoints.load(checkpoints.path(2)), without=["scorer", "guard"])
         assert not has_moved()
+
+
+def test_groups_dropped_as_too_old_are_given_back_without_refill_too(tmp_path):
+    paced = """
+tasks:
+  fast: {type: grpo, dataset: copy.jsonl, rewards: [slow.py:fast]}
+  slow: {type: grpo, dataset: copy.jsonl, rewards: [slow.py:slow]}
+"""
+    write_run(tmp_path, paced, num_rows=60)
+    (tmp_path / "slow.py").write_text(
+        "import time\n"
+        "from multitask_rl.scoring.shapes import with_traits\n\n\n"
+        "@with_traits(isolate=False, low=0.0, high=1.0)\n"
+        "def fast(response):\n    return (sum(map(ord, response)) % 97) / 97\n\n\n"
+        "@with_traits(isolate=False, low=0.0, high=1.0, deterministic=False)\n"
+        "def slow(response):\n    time.sleep(0.25)\n    return fast(response)\n"
+    )
+    batch = BatchConfig(prompts_per_step=8, group_size=2, refill_rounds=0, quorum=0.5)
+    config = run_config(
+        tmp_path,
+        "out",
+        12,
+        batch=batch,
+        rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
+        eval=EvalConfig(every=0),
+        checkpoint=CheckpointConfig(every=0),
+        guard=GuardConfig(enabled=False),
+        scheduler=SchedulerConfig(policy="static"),
+        scoring=ScoringConfig(num_workers=1),
+    )
+    train(config)
+    rows = [json.loads(line) for line in lines(tmp_path / "out", "metrics.jsonl")]
+    steps = [row for row in rows if "task/slow/share_requested" in row]
+    assert sum(row["task/slow/dropped_stale"] for row in steps) > 0
+    assert max(row["task/slow/share_requested"] for row in steps) > 0.5
+
+
+def test_the_distance_from_a_teacher_is_no_kl_to_the_reference(tmp_path):
+    own = f"teacher: {tmp_path / 'actor'}, algorithm_config: {{exact: false}}"
+    write_run(tmp_path, f"tasks:\n  s: {{type: distill, dataset: copy.jsonl, {own}}}\n", num_rows=60)
+    config = run_config(tmp_path, "out", 1, **SMALL)
+    train(replace(config, guard=GuardConfig(guard_config={"kl_budget": 0.5})))
+    rows = [json.loads(line) for line in lines(tmp_path / "out", "metrics.jsonl")]
+    (row,) = [row for row in rows if "task/s/teacher_kl" in row]
+    assert "task/s/kl" not in row
+
+
+def test_a_task_whose_responses_are_all_rejected_or_fail_is_told_to_be_starved(tmp_path):
+    starving = """
+tasks:
+  good: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:is_short]}
+  rejected:
+    type: grpo
+    dataset: copy.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: bad.py:always, mode: reject, max_attempts: 1}]
+  failing: {type: grpo, dataset: copy.jsonl, rewards: [bad.py:fails]}
+"""
+    write_run(tmp_path, starving, num_rows=60)
+    (tmp_path / "bad.py").write_text(
+        "from pathlib import Path\n"
+        "from multitask_rl.scoring.shapes import with_traits\n"
+        "DOWN = Path(__file__).with_name('down')\n\n\n"
+        "@with_traits(isolate=False, deterministic=False)\n"
+        "def always(response):\n    return float(DOWN.exists())\n\n\n"
+        "@with_traits(isolate=False, low=0.0, high=1.0, deterministic=False)\n"
+        "def fails(response):\n"
+        "    if DOWN.exists():\n        raise RuntimeError('down')\n"
+        "    return float(len(response) % 2)\n"
+    )
+    settings = {
+        "batch": BatchConfig(prompts_per_step=9, group_size=2),
+        "eval": EvalConfig(every=1, num_prompts=6),
+        "scoring": ScoringConfig(num_workers=1, max_failure_rate=1.0),
+    }
+    with Trainer.from_config(run_config(tmp_path, "out", 5, **settings)) as trainer:
+        supervisor = trainer._open().supervisor
+        for step in range(5):
+            trainer.train_step()
+            supervisor.inspect()
+            if step == 1:
+                (tmp_path / "down").touch()
+    told = {event.task for event in trainer.events if event.kind == "starved"}
+    assert told == {"rejected", "failing"}

@@ -328,6 +328,13 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
         assert [(r.reward, r.breakdown, r.failure) for r in scored] == [
             (r.reward, r.breakdown, r.failure) for r in expected
         ]
+        of_samples = ("reward_failure", "reward_overrun")
+        one, two = (
+            {name: value for name, value in pool.metrics()["t"].items() if name.startswith(of_samples)}
+            for pool in (local, remote)
+        )
+        assert one == two, "rates are of the samples of all pools"
+        assert one["reward_failure_rate"] == pytest.approx(1 / 11)
         violations = [replace(r, verdicts={"judge": Verdict(cost=1.0, violated=True)}) for r in rollouts]
         assert remote.explain(violations) == [{"judge": f"{len(r.response)} characters"} for r in rollouts]
         (tmp_path / "seen").unlink()

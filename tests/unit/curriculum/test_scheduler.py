@@ -397,3 +397,36 @@ def test_levels_of_another_metric_are_not_gone_on_with() -> None:
     ]
     run(resumed, range(51, 70))
     assert resumed.weights() == pytest.approx(fresh.weights(), abs=0.05)
+
+
+def test_a_frozen_task_gets_nothing_where_the_others_have_no_share_either() -> None:
+    scheduler = _bound("ab", min_weight=0.0, prior_prompts=0)
+    for step in range(300):
+        levels = {"a": 0.3, "b": 1.0}
+        stats = {
+            task: TaskStats(
+                task=task,
+                num_prompts=16,
+                num_informative=8,
+                reward_mean=level,
+                reward_std=0.1,
+                headroom=0.3,
+                lowest=[level],
+                highest=[level],
+            )
+            for task, level in levels.items()
+        }
+        scheduler.update(stats, step)
+    assert scheduler.weights() == {"a": 1.0, "b": 0.0}
+    scheduler.set_factors({"a": 0.0, "b": 2.0})
+    assert scheduler.quotas(32) == {"a": 0, "b": 32}
+
+
+@pytest.mark.parametrize("metric_key", ["reward_score", "violation_rate"])
+def test_a_task_without_a_value_and_without_a_gradient_is_known_to_have_none(metric_key: str) -> None:
+    scheduler = _bound("ab", policy="static", metric_key=metric_key)
+    for step in range(100):
+        dead = TaskStats(task="a", num_prompts=16, num_informative=0, reward_mean=math.nan)
+        fine = TaskStats(task="b", num_prompts=16, num_informative=16, reward_mean=0.5)
+        scheduler.update({"a": dead, "b": fine}, step)
+    assert scheduler.informative_rate("a") < 0.05

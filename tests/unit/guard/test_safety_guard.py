@@ -589,6 +589,34 @@ def test_another_direction_in_the_settings_begins_anew() -> None:
     assert {d.action for d in decisions} == {GuardAction.keep}
 
 
+def test_a_task_whose_world_has_changed_hides_no_regression_of_another() -> None:
+    stream = np.random.default_rng(0)
+
+    def evaluation(task: str, level: float, step: int) -> TaskEvaluation:
+        return make_evaluation((stream.random(N) < level).tolist(), task=task, step=step)
+
+    guard = _guard("ab", on_changed_task="warn")
+    good, told = 0, []
+    for step in range(0, 450, 10):
+        levels = {"a": 0.8 if step < 120 else 0.4, "b": 0.7 if step < 250 else 0.3}
+        # the good weights score as low in the changed world of a; in b they are as good as ever
+        before = {"a": levels["a"], "b": 0.7}
+
+        def confirm(task: str, levels=levels, before=before, step=step, good=good):  # type: ignore[no-untyped-def]
+            return evaluation(task, levels[task], step), evaluation(task, before[task], good)
+
+        decision = guard.observe(step, {t: evaluation(t, p, step) for t, p in levels.items()}, confirm)
+        good = step if decision.judged_good else good
+        told.append((step, decision.action, decision.task))
+        if decision.action is GuardAction.rollback:
+            break
+    assert told[-1][1:] == (GuardAction.rollback, "b")
+    assert told[-1][0] <= 280
+    warned = [step for step, action, task in told if action is GuardAction.warn and task == "a"]
+    assert 0 < len(warned) <= 3, "the changed level is the new one"
+    assert good >= 200
+
+
 def test_a_rollback_to_before_a_task_was_added_forgets_what_the_undone_weights_reached_in_it() -> None:
     first = _guard("a", confirm=False)
     for i in range(11):
