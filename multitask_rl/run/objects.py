@@ -180,7 +180,10 @@ class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what stands for code and sets; None for other values."""
+        """Return what stands for code, sets and texts; None for other values."""
+        if isinstance(value, (str, bytes)):  # else equal texts would count as one object or as two
+            data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
+            return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
         if isinstance(value, CodeType):
             names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
             counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)

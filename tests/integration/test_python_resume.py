@@ -56,3 +56,25 @@ def test_the_same_objects_go_on_without_a_word_and_changed_ones_are_told(tmp_pat
     (reason,) = told
     assert "tasks.vowels.rewards" in reason
     assert "tasks.vowels.constraints" in reason
+
+
+def test_a_class_of_a_notebook_is_the_same_after_its_run_has_loaded_it(tmp_path):
+    """Loading gives the class functions of its own: their defaults are equal, and not the same objects."""
+
+    class Holds:
+        def __init__(self, letter="a"):
+            self.letter = letter
+
+        def score(self, rollouts):
+            return [float(self.letter in rollout.response) for rollout in rollouts]
+
+    tasks = {"t": {"dataset": [{"prompt": f"{i}>"} for i in range(20)], "rewards": [Holds("a")]}}
+    changed = []
+    for steps in (1, 2, 3):
+        config = run_config(tmp_path, "run", steps, batch=BatchConfig(prompts_per_step=2, group_size=2))
+        config.tasks_file = ""
+        with Trainer(build_model(), tokenizer=build_tokenizer(), config_path=tasks, config=config) as trainer:
+            trainer.train()
+            changed += [event.reason for event in trainer.events if event.kind == "changed"]
+    assert changed == []
+    assert len(list((tmp_path / "run" / "plugins").glob("*.py"))) == 1
