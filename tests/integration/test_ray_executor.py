@@ -43,6 +43,7 @@ from multitask_rl.records import (
 from multitask_rl.rollout.base import Ended, GenerationRequest, Watch, collect
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.stats import TaskCounts
 from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl.training.backends.build import RayRanks
 
@@ -223,8 +224,12 @@ class LengthPool:
     def judge(self, rollouts: Sequence[Rollout]) -> list[dict[str, Verdict | Failure]]:
         return [{"short": Verdict(cost=0.0, violated=len(r.response) > 3)} for r in rollouts]
 
-    def metrics(self) -> dict[str, dict[str, float]]:
-        return {"t": {"failure_rate": float(self._index)}}
+    def take_counts(self) -> dict[str, TaskCounts]:
+        failure = Failure(kind=FailureKind.data, message="no", source="this")
+        counts = TaskCounts()
+        for _ in range(1 + 2 * self._index):  # other numbers of samples: 1 and 3
+            counts.add([failure if self._index else Score(value=1.0)])
+        return {"t": counts}
 
     def health_events(self, step: int) -> list[Event]:
         return [Event(step=step, source="rewards", kind="warn", reason=str(self._index))]
@@ -284,7 +289,7 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
             len(r.response) > 3 for r in rollouts
         ]
         assert pool.score([]) == []
-        assert pool.metrics() == {"t": {"failure_rate": 0.5}}
+        assert pool.metrics()["t"]["reward_failure_rate"] == 0.75, "of all samples, not the mean of two rates"
         assert [event.reason for event in pool.health_events(3)] == ["0", "1"]
         with pytest.raises(RewardError, match="budget spent"):
             pool.score(_rollouts(["raise"]))
