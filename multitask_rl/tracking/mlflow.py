@@ -407,7 +407,8 @@ class MLflowTracker(Tracker):
         data = self._client.get_run(self._run).data
         wanted = dict(flatten_parameters(parameters))
         new = [Param(key, value) for key, value in wanted.items() if key not in data.params]
-        self._client.log_batch(self._run, params=new, synchronous=True)
+        if new:
+            self._client.log_batch(self._run, params=new, synchronous=True)
         changed = {key: value for key, value in wanted.items() if data.params.get(key, value) != value}
         if changed or _RESUMED_TAG in data.tags:
             self._client.log_dict(self._run, changed, "config.resumed.json")  # MLflow changes no parameter
@@ -430,7 +431,8 @@ class MLflowTracker(Tracker):
                     else:
                         kind = first if name.startswith((_AT_A_GLANCE, _NEXT)) else new
                         kind.append(Metric(name, value, time_ms, step))
-        self._client.log_batch(self._run, metrics=first + new, synchronous=True)
+        if first or new:
+            self._client.log_batch(self._run, metrics=first + new, synchronous=True)
 
     def _keeps(self, name: str, step: int) -> bool:
         """Whether a point is kept: no kept one is near before it; only earlier points decide."""
