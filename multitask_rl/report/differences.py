@@ -132,5 +132,6 @@ def config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict
     return {
         key: [first.get(key), second.get(key)]
         for key in sorted({*first, *second})
-        if first.get(key) != second.get(key) and not (key.startswith(IGNORED) or key.endswith(".source"))
+        if first.get(key) != second.get(key)
+        and not (key.startswith(IGNORED) or key.endswith((".source", ".former_names")))
     }

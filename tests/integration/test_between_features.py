@@ -29,6 +29,7 @@ from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
+from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
 from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.metrics import has_spread
@@ -676,7 +677,12 @@ def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
     ):
         (tmp_path / "tasks.yaml").write_text(COPY.replace("copy: {", name))
         assert run(steps) == 2
-    assert list(read_run(tmp_path / "out").evaluations) == ["third"]
+    found = read_run(tmp_path / "out")
+    assert list(found.evaluations) == ["third"]
+    named = found.config["tasks"]["third"]
+    assert named["former_names"] == ["again", "copy"]
+    always = {"tasks": {"third": {key: named[key] for key in named if key != "former_names"}}}
+    assert config_difference(found.config, found.config | always) == {}, "its names are no setting"
     assert recorded_config(tmp_path / "out").tasks.keys() == {"third"}
 
 
