@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.cli import main
-from multitask_rl.config.run import CheckpointConfig, CriticConfig, ModelConfig, OptimizerConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    CriticConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+)
 from multitask_rl.records import Prompt, Rollout
 from multitask_rl.run import estimate
 from multitask_rl.run.plan import plan_run
@@ -203,3 +210,20 @@ def test_the_measured_error_is_what_the_page_states():
         worst = max(abs(math.log(own[key]["foretold"] / own[key]["measured"])) for own in cases.values())
         assert worst <= math.log(1 + percent / 100), key
         assert f"{percent} %" in page
+
+
+def test_a_given_answer_is_one_short_response_and_a_floor_is_a_share(tmp_path):
+    def workload(tasks):
+        write_run(tmp_path, f"tasks:\n{tasks}")
+        batch = BatchConfig(prompts_per_step=10, group_size=8)
+        config = run_config(tmp_path, "out", 3, batch=batch, rollout=RolloutConfig(max_new_tokens=256))
+        return estimate.step_workload(plan_run(config), build_tokenizer())
+
+    given = workload("  s: {type: sft, dataset: copy.jsonl, answer: '{reference}'}\n")
+    assert (given.samples, given.new_tokens) == (10, 1)
+    rewarded = "dataset: copy.jsonl, rewards: [rewards.py:is_short]"
+    both = workload(
+        f"  short: {{{rewarded}, sampling: {{max_new_tokens: 4}}}}\n"
+        f"  long: {{{rewarded}, weight: 0, min_share: 0.8, sampling: {{max_new_tokens: 400}}}}\n"
+    )
+    assert both.new_tokens == pytest.approx(0.2 * 4 + 0.8 * 400)
