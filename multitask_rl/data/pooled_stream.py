@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -76,7 +76,12 @@ class PooledStream(PromptStream):
         self._unjudged: set[int] = set()
         """Rows that could not be judged when last drawn: none of the group was scored, or it is too long."""
         self._reported = self._shares()
+        self._served = {name: PoolEstimate() for name in names}
+        self._served_scale = RewardRange()
+        self._unserved: set[int] = set()
+        """Rows of which every response failed when last drawn, and those that are too long."""
         self._step_draws: Counter[str] = Counter()
+        self._step_served: Counter[str] = Counter()
 
     def next(self, n: int) -> list[tuple[int, Row]]:
         """Return the next ``n`` rows, each with its draw number; no row twice while there are others."""
@@ -101,17 +106,35 @@ class PooledStream(PromptStream):
                 self._draw += 1
         return rows
 
-    def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
+    def observe(
+        self,
+        groups: Mapping[int, Sequence[float]],
+        step: int,
+        served: Mapping[int, Sequence[float]] | None = None,
+    ) -> list[Event]:
         """Learn what the groups of ``step`` earned; return an event when the shares have moved.
 
-        ``groups``: draw number -> rewards of its rollouts; empty = none could be judged: teaches nothing.
+        Args:
+            groups: draw number -> rewards of the responses that the algorithm learns from; empty = none could
+                be judged: it teaches nothing.
+            step: the step.
+            served: draw number -> rewards of the responses that a user would see, rejected ones among them;
+                empty or missing = all of them failed. None: those of ``groups``.
         """
-        self._step_draws = Counter()
+        served = groups if served is None else served
+        self._step_draws, self._step_served = Counter(), Counter()
         self._scale.observe(rewards for rewards in groups.values() if rewards)
+        self._served_scale.observe(rewards for rewards in served.values() if rewards)
         for draw, rewards in groups.items():
             index, pool = self._pending.pop(draw, (-1, ""))
             if index < 0:
                 continue
+            if seen := served.get(draw):
+                self._step_served[pool] += 1
+                self._served[pool].observe(self._served_scale.clip(seen))
+                self._unserved.discard(index)
+            else:
+                self._unserved.add(index)
             if rewards:
                 self._step_draws[pool] += 1
                 usual = self._scale.clip(rewards)
@@ -131,7 +154,9 @@ class PooledStream(PromptStream):
         last = max(groups, default=-1)
         for draw in [d for d in self._pending if d <= last]:
             if step - self._missed.setdefault(draw, step) >= self._late_steps:
-                self._unjudged.add(self._pending.pop(draw)[0])
+                index, _ = self._pending.pop(draw)
+                self._unjudged.add(index)
+                self._unserved.add(index)
         self._missed = {draw: since for draw, since in self._missed.items() if draw in self._pending}
         return self._report(step)
 
@@ -139,16 +164,16 @@ class PooledStream(PromptStream):
         """Return the mean reward of uniformly drawn prompts minus that of the last observed step.
 
         ``sum_i (n_i / n - d_i) * m_i`` with the pools' part of the prompts, their part of the draws and their
-        mean rewards, over the pools that were measured. A level without it would fall as the hard prompts
-        are chosen, though nothing was lost.
+        mean served rewards, over the pools that were measured. A level without it would fall as the hard
+        prompts are chosen, though nothing was lost.
         """
-        judged = self._num_judged()
-        sizes = {name: judged[name] for name, e in self._estimates.items() if e.groups}
-        size, draws = sum(sizes.values()), self._step_draws.total()
+        known = self._num_without(self._unserved)
+        sizes = {name: known[name] for name, e in self._served.items() if e.groups}
+        size, draws = sum(sizes.values()), self._step_served.total()
         if not size or not draws:
             return 0.0
         return math.fsum(
-            (n / size - self._step_draws[name] / draws) * self._estimates[name].mean
+            (n / size - self._step_served[name] / draws) * self._served[name].mean
             for name, n in sizes.items()
         )
 
@@ -162,15 +187,12 @@ class PooledStream(PromptStream):
                 numbers[f"pool/{name}/pass_rate"] = estimate.pass_rate(self._scale)
         return numbers
 
-    def _num_judged(self) -> dict[str, int]:
-        """Return the number of rows by pool, without those that could not be judged."""
-        return {
-            name: len(pool) - sum(index in pool for index in self._unjudged)
-            for name, pool in self._pools.items()
-        }
+    def _num_without(self, rows: Collection[int]) -> dict[str, int]:
+        """Return the number of rows by pool, those in ``rows`` left out."""
+        return {name: len(pool) - sum(index in pool for index in rows) for name, pool in self._pools.items()}
 
     def _shares(self) -> dict[str, float]:
-        sizes, judged = {name: len(pool) for name, pool in self._pools.items()}, self._num_judged()
+        sizes, judged = self._num_without(()), self._num_without(self._unjudged)
         # what cannot be judged teaches nothing: it has the floor alone
         learnability = {
             name: e.learnability(self._scale) * judged[name] / max(1, sizes[name])
@@ -217,8 +239,12 @@ class PooledStream(PromptStream):
                 "missed": {str(draw): since for draw, since in self._missed.items()},
                 "reported": dict(self._reported),
                 "step_draws": dict(self._step_draws),
+                "served": {name: asdict(e) for name, e in self._served.items()},
+                "served_scale": asdict(self._served_scale),
+                "step_served": dict(self._step_served),
                 "last_draw": {str(index): draw for index, draw in self._last_draw.items()},
                 "unjudged": sorted(self._unjudged),
+                "unserved": sorted(self._unserved),
             },
         }
 
@@ -285,7 +311,13 @@ class PooledStream(PromptStream):
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
         self._last_draw = {int(index): draw for index, draw in saved.get("last_draw", {}).items()}
+        # checkpoints of before this was kept apart: what was learnt from
+        served, scale = saved.get("served", saved["estimates"]), saved.get("served_scale")
+        self._served = {name: PoolEstimate(**e) for name, e in served.items()}
+        self._served_scale = RewardRange(**(scale or saved["scale"]["shown"]))
+        self._step_served = Counter(saved.get("step_served", saved["step_draws"]))
         self._unjudged = set(saved.get("unjudged", ()))
+        self._unserved = set(saved.get("unserved", self._unjudged))
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:

@@ -73,7 +73,12 @@ class PromptStream:
         """Continue after the rows given until ``later``, a later ``state_dict``; estimates of rows stay."""
         self.load_state_dict(later)
 
-    def observe(self, groups: Mapping[int, Sequence[float]], step: int) -> list[Event]:
+    def observe(
+        self,
+        groups: Mapping[int, Sequence[float]],
+        step: int,
+        served: Mapping[int, Sequence[float]] | None = None,
+    ) -> list[Event]:
         """Observe the rewards of a step's groups, by draw number; no effect in this class."""
         return []
 

@@ -174,8 +174,11 @@ def observe_groups(report: StepReport, tasks: Mapping[str, TaskState]) -> list[E
     for name, groups in by_group(report.drawn).items():
         stream, task = tasks[name].stream, tasks[name]
         if stream is not None:
-            earned = {g[0].rollout.prompt.draw: group_rewards(task, g) for g in groups.values()}
-            events += stream.observe(earned, report.step)
+            draws = {key: group[0].rollout.prompt.draw for key, group in groups.items()}
+            earned = {draws[key]: group_rewards(task, group) for key, group in groups.items()}
+            slots = task.metrics.slot_rewards([s for group in groups.values() for s in group])
+            served = {draws[key]: values for key, values in slots.items()}
+            events += stream.observe(earned, report.step, served)
     return events
 
 

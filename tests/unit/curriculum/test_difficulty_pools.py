@@ -10,10 +10,12 @@ from statistics import mean
 
 import pytest
 
+from multitask_rl.config.run import CheckpointConfig, EvalConfig, GuardConfig, OptimizerConfig
 from multitask_rl.config.task import CurriculumSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.data import PooledStream, PromptStream
 from multitask_rl.errors import DataError
+from run_builders import lines, run_config, train, write_run
 
 ROWS = [{"id": i, "level": i % 4} for i in range(80)]
 BY_LEVEL = CurriculumSpec(by="level", pools=4)
@@ -233,6 +235,51 @@ def test_prompts_that_are_never_judged_do_not_hold_the_level_at_its_first_value(
         earned = 0.0 if step < 2 else 1.0
         pooled.observe({draw: [] if row["id"] < 4 else [earned] * 8 for draw, row in part}, step)
     assert earned + pooled.shift() == pytest.approx(1.0, abs=0.05)
+
+
+def test_rejected_responses_are_in_the_level_of_even_draws_as_they_are_in_that_of_the_step(tmp_path) -> None:
+    write_run(
+        tmp_path,
+        """
+tasks:
+  pooled:
+    type: grpo
+    dataset: rows.jsonl
+    rewards: [plugins.py:reward]
+    constraints: [{plugin: plugins.py:refuse, mode: reject, max_attempts: 1, weight: 1}]
+    curriculum: {by: level, floor: 0.1}
+""",
+    )
+    (tmp_path / "plugins.py").write_text(
+        """
+import itertools
+from multitask_rl.scoring.shapes import with_traits
+
+earned, asked = itertools.cycle((0.0, 1.0)), itertools.count()
+
+@with_traits(isolate=False, low=0.0, high=1.0, deterministic=False)
+def reward(response, level):
+    return 1.0 if level == "easy" else next(earned)
+
+@with_traits(isolate=False, deterministic=False)
+def refuse(response, level):
+    return float(level == "hard" and next(asked) % 4 > 0)
+"""
+    )
+    rows = [{"id": i, "prompt": "ab>", "level": ("easy", "hard")[i % 2]} for i in range(80)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = {
+        "eval": EvalConfig(every=0),
+        "checkpoint": CheckpointConfig(every=0, resume="never"),
+        "guard": GuardConfig(enabled=False),
+        "optimizer": OptimizerConfig(learning_rate=1e-9),
+    }
+    train(run_config(tmp_path, "out", 20, **changes))
+    rows = [json.loads(line) for line in lines(tmp_path / "out", "metrics.jsonl")]
+    last = [row for row in rows if "task/pooled/level" in row]
+    assert last[-1]["task/pooled/pool/1/share"] > 0.6
+    # easy prompts earn 1; a quarter of the responses to hard ones is served, of which half earn 1
+    assert last[-1]["task/pooled/level"] == pytest.approx(0.5 * 1 + 0.5 * 0.25 * 0.5, abs=0.05)
 
 
 @pytest.mark.parametrize("spec", [BY_RATE, BY_LEVEL])
