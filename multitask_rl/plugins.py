@@ -113,7 +113,8 @@ def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[st
     if missing:
         raise PluginError(
             f"{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
-            f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group"
+            f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group. Add "
+            "what is missing (docs/write-a-plugin.md)"
         )
     return found.value
 

@@ -204,7 +204,7 @@ class Rollout:
     """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint, or a
     partial response that such a constraint judges) or ``error``. An episode that a limit cut: ``length``."""
     policy_version: int = 0
-    """Optimizer steps of the weights that generated the response; of an episode, its first turn."""
+    """Training steps that the weights had made when they sampled it; of an episode, its first turn."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     verdicts: dict[str, Verdict | Failure] = field(default_factory=dict)
     """By constraint name."""
@@ -225,7 +225,7 @@ class Rollout:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The conversation behind the prompt: what the world said, and the answers (role ``assistant``)."""
+        """The conversation after the prompt: what the world said, and the answers (role ``assistant``)."""
         answers = self.turns or [Turn(num_tokens=len(self.response_ids), response=self.response)]
         return [m for t in answers for m in (*t.messages, {"role": "assistant", "content": t.response})]
 
@@ -251,7 +251,7 @@ class Rollout:
 
     @property
     def num_given(self) -> int:
-        """Tokens behind the prompt that the actor did not sample."""
+        """Tokens after the prompt that the actor did not sample."""
         return sum(len(turn.given_ids) for turn in self.turns)
 
     @property
@@ -298,16 +298,18 @@ class Scored:
 
     rollout: Rollout
     reward: float | None
-    """Weighted sum of the applicable rewards minus penalties; None = failed, left out everywhere."""
+    """Weighted sum of the applicable rewards minus penalties; of a task of constraints alone 1 - ``cost``.
+    None = no reward: it failed (see ``failure``), or the response was rejected or is not scored."""
     breakdown: dict[str, RewardResult] = field(default_factory=dict)
     """By reward name, as each plugin returned it."""
     terms: Sequence[tuple[float, float]] = ()
     """(weight, value) of each summand of ``reward``: rewards (negative weight if lower is better), then
     penalties, in the same order in all records of a task; NaN = not applicable."""
     cost: float = 0.0
-    """Largest constraint cost, in [0, 1]."""
+    """Largest cost of one mode, in [0, 1]: of its ``lagrangian`` constraints; without such, of its
+    penalties with a weight; without these, of those that reject. 0 if none of them applies."""
     concerned: bool = True
-    """False: no constraint with a cost applies to the sample, which counts in no mean cost."""
+    """False: no constraint that ``cost`` is taken from applies; the mean ``cost`` leaves the sample out."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
     tokens: TokenRecord | None = None
@@ -456,12 +458,13 @@ class TaskStats:
     num_prompts: int
     """Groups scored this step (before filtering)."""
     num_informative: int
-    """Groups that give a gradient: rewards, or costs with a multiplier, differ within the group. The
-    algorithm decides for groups of one rollout."""
+    """Learnable groups: rewards, or costs of a ``lagrangian`` constraint, differ within the group. The
+    algorithm decides for groups of one reward, and for all groups of tasks that need no reward."""
     reward_mean: float
     """Mean reward over the step's slots, rejected ones included; NaN without slots."""
     num_trainable: int | None = None
-    """Groups with a response that may be trained on: not failed, nor rejected; None = all."""
+    """Groups with a response that may be trained on: not failed; rejected only where the algorithm trains
+    on rejected responses. None = all."""
     reward_std: float = 0.0
     """Mean over groups of the reward's standard deviation."""
     headroom: float = math.nan

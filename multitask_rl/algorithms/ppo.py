@@ -120,7 +120,8 @@ class PPO(Algorithm):
         self._reward_moments = RunningMoments()
         self._value_moments = RunningMoments(self.config.popart_rate)
         self._waits_for_unit = False
-        """The critic was trained on other rewards, and all of the present ones are equal until now."""
+        """A resume has changed the rewards, and all new ones were equal so far: ``popart`` waits until they
+        have a deviation, which becomes the unit of the trained value head."""
 
     def credit(self, batch: CreditBatch) -> Credit:
         """Return whitened GAE advantages and the critic's targets."""

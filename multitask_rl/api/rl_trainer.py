@@ -61,7 +61,8 @@ class RLTrainer:
         engine: rollout engine that is already running (``vLLMAdapter``); default: that of ``config``.
 
     Raises:
-        ConfigError: an unknown or wrong setting, or both ``model`` and ``model_name``.
+        ConfigError: an unknown or wrong setting, both ``model`` and ``model_name``, or both ``tasks`` and
+            ``reward_fn``.
     """
 
     def __init__(

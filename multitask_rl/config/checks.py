@@ -136,7 +136,9 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         except ConfigError as error:
             raise ConfigError(f"{where.at(key)}: {error}") from error
     if spec.answer and spec.kind not in ("anchor", "sft"):
-        raise ConfigError(f"{where.at('answer')}: only types anchor and sft read it, not {spec.type}")
+        raise ConfigError(
+            f"{where.at('answer')}: only types anchor and sft read it, not {spec.type}; leave it out"
+        )
     if bool(spec.teacher) != (spec.kind == "distill"):
         raise ConfigError(
             f"{where.at('teacher')}: type distill needs a teacher, and no other type has one; give teacher: "
@@ -148,7 +150,10 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             "and without rewards"
         )
     if spec.kind in ("anchor", "sft") and spec.environment:
-        raise ConfigError(f"{where.at('environment')}: a task of type {spec.kind} has prompts of one turn")
+        raise ConfigError(
+            f"{where.at('environment')}: a task of type {spec.kind} has one turn; leave environment out, or "
+            "take another type"
+        )
     if spec.kind == "sft" and spec.constraints:
         raise ConfigError(
             f"{where.at('constraints')}: type sft trains on the rows' answers, which no constraint changes; "
@@ -157,7 +162,10 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if spec.kind == "sft" and (spec.group_size or 1) > 1:
         raise ConfigError(f"{where.at('group_size')}: type sft trains on one answer per row; leave it out")
     if spec.kind == "sft" and spec.curriculum.by == PASS_RATE:
-        raise ConfigError(f"{where.at('curriculum', 'by')}: type sft samples nothing that has a pass rate")
+        raise ConfigError(
+            f"{where.at('curriculum', 'by')}: type sft samples nothing that has a pass rate; name a column "
+            "of the rows, or leave curriculum out"
+        )
     if spec.kind == "distill" and spec.curriculum.by == PASS_RATE and not spec.is_scored:
         raise ConfigError(
             f"{where.at('curriculum', 'by')}: a task of type distill without rewards has no pass rate; give "

@@ -96,7 +96,7 @@ class ConstraintSpec(Settings):
     """Name in metrics; default: the last part of ``plugin``: ``f`` of ``a.b:f``."""
     mode: Annotated[str, OneOf("reject", "penalty", "lagrangian", "grammar")] = "reject"
     """``reject``: refuse the response and sample again; ``penalty``: subtract ``weight * cost``;
-    ``lagrangian``: a multiplier keeps the mean cost at ``limit``; ``grammar``: mask tokens in sampling."""
+    ``lagrangian``: a multiplier keeps the mean cost below ``limit``; ``grammar``: mask tokens in sampling."""
     limit: Fraction | None = None
     """Highest violation rate: every evaluation compares it with the upper end of the rate's one-sided 95 %
     interval. ``lagrangian`` requires it and also keeps the mean cost of training below it."""

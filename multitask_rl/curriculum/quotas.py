@@ -42,9 +42,10 @@ def apportion(
     """Split ``total`` prompts by ``shares`` (sum 1) and ``carry``; return prompts per task and the new carry.
 
     ``carry`` is what earlier steps owe a task, in prompts; below 0, it got more than its share. A task is
-    entitled to ``share * total + carry`` prompts. It gets the integer part, at least 0; the remaining prompts
-    go to the tasks with the largest remainders. ``tie_break`` ranks tasks with equal remainders. A task with
-    share 0 gets nothing and is owed nothing.
+    entitled to ``share * (total - sum of the carries) + carry`` prompts, with the carries of the tasks that
+    have a share. It gets the integer part, at least 0; the remaining prompts go to the tasks with the largest
+    remainders. ``tie_break`` ranks tasks with equal remainders. A task with share 0 gets nothing and is owed
+    nothing.
 
     Raises:
         ValueError: ``total`` is negative, or no task has a share above 0.

@@ -101,7 +101,7 @@ class TaskTrace:
     above: Average = field(default_factory=Average)
     """The best reward of a group minus the mean of the others, in the reward's unit."""
     with_gradient: Average = field(default_factory=Average)
-    """The share of groups with a gradient."""
+    """The share of learnable groups (``TaskStats.num_informative``)."""
     offset: float = 0.0
     """Held-out value minus training value, smoothed; below 0 when prompts were memorised."""
     offset_variance: float = 0.0
@@ -194,7 +194,7 @@ class TaskTrace:
 
     @property
     def informative(self) -> float:
-        """Smoothed share of groups with a gradient, of steps without a finite value too; 1 before any."""
+        """Smoothed share of learnable groups, of steps without a finite value too; 1 before any step."""
         return self.with_gradient.value if self.with_gradient.steps else 1.0
 
     @property

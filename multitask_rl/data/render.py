@@ -159,7 +159,8 @@ class Conversation:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(
                 f"task {self._task!r}: the chat template of the model refuses the conversation "
-                f"(roles: {roles}): {type(error).__name__}: {error}"
+                f"(roles: {roles}): {type(error).__name__}: {error}. Change the roles in the rows, leave "
+                "``system`` out, or set chat: false"
             ) from error
         return str(text)
 

@@ -71,7 +71,10 @@ class StreamedPrompts(PromptStream):
                 return
             self._reader = None
             self._epoch += 1
-        raise DataError(f"task {self._task!r}: the streamed data has no row of it")
+        raise DataError(
+            f"task {self._task!r}: the streamed data has no row of this task; check its column ``task``, or "
+            "give other data"
+        )
 
     def _place(self, data: Any) -> dict[str, Any]:
         state = data.state_dict()

@@ -220,7 +220,7 @@ class WorldPool:
         self._order(ticket, "finish")
 
     def cancel(self, ticket: int) -> None:
-        """Close the world of an episode without an answer. Idempotent."""
+        """Close the world of an episode; ``poll`` returns no answer for it. Idempotent."""
         self._answers = [(one, answer) for one, answer in self._answers if one != ticket]
         self._seconds.pop(ticket, None)
         episode = self._episodes.get(ticket)
@@ -234,7 +234,10 @@ class WorldPool:
             self._order(ticket, "cancel")
 
     def pause(self, tickets: Collection[int]) -> None:
-        """Let other episodes have the places of these until the next call: their actor is not at work."""
+        """Give the workers' places of the episodes ``tickets`` to others, as nothing is sampled for them.
+
+        A later call replaces ``tickets``; with none, all episodes have their places back.
+        """
         self._paused = set(tickets)
 
     def take_seconds(self, ticket: int) -> float:

@@ -81,9 +81,9 @@ class GuardDecision:
     judged_good: bool = False
     """The evaluated weights have not regressed in any watched metric: a rollback may return to them."""
     task: str = ""
-    """The task that regressed; empty with the action ``keep``."""
+    """The task that the action is about: it regressed, or may have. Empty with the action ``keep``."""
     metric: str = ""
-    """What of it regressed."""
+    """The task's metric that fell; empty = its primary metric."""
     reason: str = ""
     """One sentence for a person."""
     statistics: Mapping[str, float] = field(default_factory=dict)

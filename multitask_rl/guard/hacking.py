@@ -31,7 +31,7 @@ _METRICS = ("length", "entropy", "kl")
 class StepHistory:
     """The last ``max_steps`` steps of every task, each a dictionary of numbers; NaN = not known.
 
-    ``updates`` counts groups that gave a gradient, ``prompts`` groups with a response to train on.
+    ``updates`` counts learnable groups (``num_informative``), ``prompts`` groups with a response to train on.
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -121,7 +121,7 @@ class Observation:
     kl: float = math.nan
     """Nats per response, to the reference policy."""
     prompts: float = math.nan
-    """Groups scored per step."""
+    """Groups per step that have a response to train on."""
 
 
 class HackingDetector:

@@ -159,8 +159,8 @@ class WatchedMetric:
     """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
     drop is then in the metric's unit, as long as its values are below 1."""
     definition: str = ""
-    """Hash (empty = has none, or not known) and direction of the metric that the detector has seen, hashes of
-    the sampling and of the prompts."""
+    """What the detector has seen: four parts with a space between. They are the hash of the metric's
+    definition, its direction, the hash of the sampling and of the prompts; an empty part is not known."""
 
     @property
     def key(self) -> str:
@@ -213,7 +213,7 @@ class WatchedMetric:
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
 
     def has_changed(self, definition: str) -> bool:
-        """Whether a part of ``definition`` is known and not the present one."""
+        """Whether ``definition`` and the present one differ in a part that is known in both."""
         pairs = zip(definition.split(" "), self.definition.split(" "), strict=False)
         return any(are_different(*pair) for pair in pairs)
 

@@ -83,7 +83,8 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
         merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, directory).merge_and_unload()
     except (RuntimeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"the adapters of {directory} cannot be merged into {model.name_or_path}: {first_line(error)}"
+            f"the adapters of {directory} cannot be merged into {model.name_or_path}: {first_line(error)} "
+            "Name the base model that they were trained on."
         ) from error
     return merged.requires_grad_()  # peft freezes what is below its adapters
 

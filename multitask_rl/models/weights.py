@@ -65,7 +65,7 @@ def cut_buckets(like: Mapping[str, Tensor], most: int = BUCKET_BYTES) -> list[li
 
 
 def like_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors with the names, shapes and types of ``weights``, without bringing a stream's."""
+    """Return tensors with the names, shapes and types of ``weights``; nothing of a stream is read."""
     return weights.like if isinstance(weights, WeightStream) else weights
 
 

@@ -181,7 +181,8 @@ class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def persistent_id(self, value: Any) -> Any:
         """Return what stands for code, sets and texts; None for other values."""
-        if isinstance(value, (str, bytes)):  # else equal texts would count as one object or as two
+        # else one object used twice and two equal ones would differ
+        if isinstance(value, (str, bytes)):
             data = value.encode("utf-8", "surrogatepass") if isinstance(value, str) else value
             return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest())
         if isinstance(value, CodeType):

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
 """Settings of length, place, start and display; a change of one does not change the training itself."""
 _FREE = re.compile(r"^(?:tasks\.([^.]+)|(?!tasks\.)[^.]+)\.\w+_config\.|^device_map\.|^model\.rope_scaling\.")
-"""Keys that a user chooses: one that came or went is a change. A missing other key is another version's."""
+"""Keys whose names a user chooses: a change is also one that was added or removed. Any other key that only
+one side has comes from another version of this package, and is no change."""
 
 
 class RunStore:
@@ -92,7 +93,10 @@ class RunStore:
         self.reference_dir = output_dir / "reference"
         """Weights of the reference policy at the start of the run, if it has one."""
         self._owner = output_dir
-        """The run that made the checkpoint, as far as its place tells."""
+        """Directory of the run that made the checkpoint to resume.
+
+        It is ``output_dir`` if there is none, or if it does not lie in a directory ``checkpoints``.
+        """
         if self._found is not None and self._found.path.resolve().parent.name == "checkpoints":
             self._owner = self._found.path.resolve().parents[1]
         self.restored: Path | None = None
@@ -301,7 +305,7 @@ class RunStore:
         return tasks if isinstance(tasks, Mapping) else {}
 
     def settings(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
-        """Return the resolved configuration, tasks included, without secrets; of a finished run its own.
+        """Return the resolved configuration, with tasks, without secrets; of a finished run the written one.
 
         Raises:
             TrainingError: the run is finished, and was made with other settings.
@@ -322,7 +326,7 @@ class RunStore:
         return plain
 
     def _former_names(self, specs: Mapping[str, TaskSpec]) -> dict[str, list[str]]:
-        """Return all names that tasks had in this run, by present name: its records have them."""
+        """Return present name -> former names of renamed tasks; earlier records of the run have these."""
         tasks = self.read_config().get("tasks")
         before = tasks if isinstance(tasks, Mapping) else {}
         found = {}
@@ -334,9 +338,9 @@ class RunStore:
         return found
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
-        """Write ``settings`` into ``config.yaml``, once their changes are told: a resume compares with it.
+        """Write ``settings`` into ``config.yaml``. Call it after the event ``changed`` has been recorded.
 
-        A finished run keeps its own.
+        A resume finds changes by comparing with this file. For a finished run nothing is written.
         """
         if settings == self.read_config():
             return

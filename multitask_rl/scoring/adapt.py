@@ -78,7 +78,10 @@ class PluginSource:
             built = build_plugin(value, config, where=where)
         elif hasattr(value, _METHOD[self.kind]):
             if config:
-                raise ConfigError(f"{where}: {self.reference!r} is a ready object and takes no configuration")
+                raise ConfigError(
+                    f"{where}: {self.reference!r} is a ready object and takes no configuration; leave config "
+                    "out, or name its class"
+                )
             built = value
         else:
             built = FunctionPlugin(value, self.located.label, config, self.where, self.reference)

@@ -187,7 +187,8 @@ class WorkerProcess:
         except TimeoutError as error:
             self.kill()
             raise PluginError(
-                f"{plan.where}: {plan.kind} {plan.reference!r} was not ready after {START_LIMIT_S:g} s"
+                f"{plan.where}: {plan.kind} {plan.reference!r} was not ready after {START_LIMIT_S:g} s; "
+                "let it load less when it is built"
             ) from error
         except (EOFError, OSError) as error:
             raise self._died() from error

@@ -104,12 +104,12 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     turnover; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all metrics of
     constraints; ``rule/<name>``: the costs of one constraint. Others (``length``, ``loss``) have no hash.
 
-    The reward's hash is of every reward with a weight, its weight, and the penalties; without rewards of the
-    constraints, as the reward is 1 - cost. Where responses may be rejected it is also of whether the
-    algorithm trains on them. All are of the environment and its limits too. If nothing is scored, the primary
-    metric's hash is of the teacher. Of a text that begins as a path only the last name counts: the same run
-    may lie in another directory. Not seen are changed code, and constraints that reject responses and so
-    change what a reward is given to.
+    The reward's hash covers every reward with a weight, its weight, the penalties and ``rejected_reward``;
+    where a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it
+    covers the constraints. Every hash covers the environment and its limits. If nothing is scored, the
+    primary metric's hash is of the teacher. Of a text that begins as a path only the last name counts: the
+    same run may lie in another directory. Not seen are changed code, and constraints that reject responses
+    and so change what a reward is given to.
     """
 
     def digest(*parts: Any) -> str:
@@ -167,7 +167,7 @@ def sampling_hash(sampling: SamplingParams, condition: Sequence[int]) -> str:
 
 
 def are_different(*hashes: str) -> bool:
-    """Whether not all hashes that are known are the same."""
+    """Whether two of ``hashes`` differ; empty ones are not known and do not count."""
     return len({own for own in hashes if own}) > 1
 
 
@@ -478,7 +478,7 @@ def _majority(votes: Sequence[tuple[str, float]]) -> float:
 
 
 def served(scored: Sequence[Scored]) -> list[Scored]:
-    """Return the last attempt of every slot, in order: the responses that a user would see."""
+    """Return the last attempt of every slot, in order; it may be rejected, so that no user would see it."""
     last: dict[tuple[str, int], Scored] = {}
     for s in scored:
         last[(s.rollout.group_id, s.rollout.sample)] = s

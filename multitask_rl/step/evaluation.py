@@ -75,7 +75,7 @@ class Evaluator:
         prompts = [
             p for n in scored_names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)
         ]
-        # before the worlds of environments add their words, which one that fails does not
+        # before environments add to the prompts: one that fails adds nothing, which would change the hash
         digests = {name: hashlib.blake2b(digest_size=8) for name in names}
         for prompt in prompts:
             digests[prompt.task].update(json.dumps([prompt.row_id, prompt.text]).encode())

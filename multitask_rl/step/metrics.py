@@ -54,7 +54,7 @@ def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
 
 
 def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the group gives the task's loss a gradient: by its rewards, or by costs with a multiplier.
+    """Whether the group gives the loss a gradient: by its rewards, or costs of ``lagrangian`` constraints.
 
     The gradient of a KL or entropy term does not count: every response has one.
     """
@@ -63,9 +63,10 @@ def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
 
 
 def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the group is learnable: its rewards or costs differ, or, in a group of one, it is informative.
+    """Whether the group is learnable: its rewards, or costs of a ``lagrangian`` constraint, differ.
 
-    With a critic or a quantile pool every group is informative, so schedulers use the spread.
+    A group with at most one reward, or of a task that needs no reward, is learnable if it is informative.
+    With a critic or a replay buffer every group is informative, so schedulers use this instead.
     """
     rewards = group_rewards(task, group)
     if len(rewards) <= 1 or not task.algorithm.needs_reward:  # a teacher or an answer has something to say

@@ -72,7 +72,7 @@ class TaskState:
     eval_rows: Sequence[Row] = field(init=False)
     """The rows to evaluate: always the same ones in the same order."""
     only_reported: bool = False
-    """They are of the split ``test``: no controller reads their results."""
+    """The held-out rows are of the split ``test``: no controller reads their results."""
     max_prompt_tokens: int = 0
     """0 = no limit."""
     anchor: AnchorState = field(default_factory=AnchorState)
@@ -102,7 +102,7 @@ class TaskState:
             self.eval_rows = list(self.held_out)
 
     def is_redefined(self, metric: str = REWARD) -> bool:
-        """Whether ``metric`` was something else in the checkpoint that was restored."""
+        """Whether the restored checkpoint defines ``metric`` in another way; False if a hash is not known."""
         now = definition_of(definitions(self.spec), metric)
         return are_different(now, definition_of(self.former_definitions, metric))
 
@@ -174,7 +174,7 @@ class TaskState:
         self.sync_learner()
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
-        """Update the task's controllers from the step; return their decisions."""
+        """Update KL controller and multipliers by the step; return their events and ``warnings``."""
         name = self.spec.name
         events = [Event(step=step, source="rewards", kind="warn", reason=w, task=name) for w in self.warnings]
         self.warnings.clear()

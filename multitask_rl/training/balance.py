@@ -95,5 +95,5 @@ class Homes:
         self._homes = {c: home for c, home in self._homes.items() if c in conversations}
 
     def leave(self, engine: int) -> None:
-        """Forget what the engine kept: it is gone."""
+        """Forget the conversations assigned to ``engine``, which has ended."""
         self._homes = {c: home for c, home in self._homes.items() if home != engine}

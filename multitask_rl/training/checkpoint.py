@@ -203,7 +203,7 @@ class CheckpointStore:
                 self._remove(newer)
 
     def set_aside_after(self, step: int) -> None:
-        """Rename checkpoints after ``step``, from which the run was resumed: they are another branch.
+        """Rename checkpoints after ``step`` (-1: all) to ``abandoned_...``: the run has left their branch.
 
         Raises:
             CheckpointError: they cannot be renamed.

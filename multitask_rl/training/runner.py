@@ -110,7 +110,7 @@ class AveragedReference:
 
     @torch.no_grad()
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore ``tensors``; none change nothing.
+        """Restore ``tensors``; an empty mapping changes nothing.
 
         Raises:
             CheckpointError: they belong to another model.

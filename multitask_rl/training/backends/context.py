@@ -108,7 +108,7 @@ class ContextPasses(Passes):
 
 
 def check_windows(model: Any) -> None:
-    """Raise a ConfigError if layers of ``model`` attend through windows: parts of a sequence have none."""
+    """Raise a ConfigError if ``model`` has sliding-window layers: no rank has a whole sequence."""
     if has_windows(model):
         raise ConfigError(
             f"{ContextPasses.settings}: {type(model).__name__} cannot be computed in parts: it attends "

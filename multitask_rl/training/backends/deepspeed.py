@@ -325,7 +325,7 @@ class ZeroShards(Shards):
 
 
 class ZeroState(SharedState):
-    """``SharedState`` of value heads; DeepSpeed shares the state of the actor."""
+    """Divides the optimizer state of value heads among ranks; DeepSpeed divides that of the actor."""
 
     def __init__(self, ranks: Ranks, shards: ZeroShards, critic: Sequence[nn.Parameter]) -> None:
         super().__init__(ranks, (), critic)

@@ -245,7 +245,8 @@ class Rank:
     ) -> None:
         """Keep this rank's ``part`` of the optimizer's state, ``<number>|<key>`` -> tensor.
 
-        Rank 0 has the contents, those of ``others`` too; elsewhere ``part`` is on torch's device ``meta``.
+        Rank 0 sends ``others``, the parts of ranks 1, 2, ..., to these ranks. On them ``part`` tells only
+        names and shapes (torch's device ``meta``).
         """
         for rank, own in enumerate(others, start=1):
             for value in own.values():

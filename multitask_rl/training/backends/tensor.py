@@ -80,7 +80,7 @@ def check_layers(model: Any, number: int) -> None:
         if size is not None and size % number:
             raise ConfigError(
                 f"device_map.actor=... tensor={number}: {name} of {type(base).__name__} is {size}, which "
-                f"{number} does not divide"
+                f"{number} does not divide; take a tensor=N that divides it"
             )
 
 
