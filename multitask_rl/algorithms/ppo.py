@@ -199,7 +199,7 @@ class PPO(Algorithm):
         """Restore ``state_dict``."""
         self._reward_moments.load_state_dict(state["reward_moments"])
         self._value_moments.load_state_dict(state["value_moments"])
-        self._waits_for_unit = state.get("waits_for_unit", False)
+        self._waits_for_unit = state["waits_for_unit"]
 
     def forget(self, redefined: Collection[str]) -> None:
         """Measure mean and deviation of other rewards anew; the critic keeps its weights."""

@@ -170,7 +170,7 @@ def _of_model(
         vocabulary = hash(frozenset(trainer.actor.tokenizer.get_vocab().items()))
         tasks = {name: task for name, task in trainer.tasks.items() if task.spec.kind == "anchor"}
         known = {name: anchors.get((name, vocabulary)) for name in tasks}
-        prompts = {name: state.prompts for name, state in known.items() if state is not None}
+        prompts = {name: state.measured[-1:] for name, state in known.items() if state is not None}
         for name, state in known.items():
             if state is not None:
                 tasks[name].anchor = state
@@ -182,7 +182,7 @@ def _of_model(
         for name, task in tasks.items():
             if known[name] is None:
                 anchors[name, vocabulary] = task.anchor
-            if prompts.get(name) != task.anchor.prompts:
+            if prompts.get(name) != task.anchor.measured[-1:]:
                 rest = {key: own for key, own in found[name].metrics.items() if key != "turnover"}
                 found[name] = replace(found[name], metrics=rest)
         return found

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.boundary.printable import EscapingFilter, redacted_keys
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
-from multitask_rl.config.schema.build import MOVED, build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
@@ -376,9 +376,8 @@ def _explain(error: Exception) -> str:
     if unknown:
         section = (full_key[1] if full_key else unknown[1]).rpartition(".")[0]
         below = [k.removeprefix(f"{section}.") for k in config_keys() if k.startswith(section)]
-        moved = MOVED.get(f"{section}.{unknown[1]}")
         allowed = sorted({k.split(".")[0] for k in below})
-        hint = f"; it is {moved} now" if moved else suggest(unknown[1], allowed)
+        hint = suggest(unknown[1], allowed)
         elsewhere = [key for key in config_keys() if key.rpartition(".")[2] == unknown[1]]
         if not hint and elsewhere:
             hint = f"; did you mean {' or '.join(map(repr, elsewhere))}?"

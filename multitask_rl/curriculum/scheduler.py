@@ -359,10 +359,9 @@ class DynamicTaskWeightScheduler:
         """
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
-        metric = self.policy_config.metric_key
         pairs = {
             "scheduler policy": (state["policy"], class_id(self.policy_class)),
-            "scheduler.metric_key": (state.get("metric_key", metric), metric),  # absent in older checkpoints
+            "scheduler.metric_key": (state["metric_key"], self.policy_config.metric_key),
         }
         other = [(what, before, now) for what, (before, now) in pairs.items() if before != now]
         if not other:

@@ -211,7 +211,7 @@ class TaskTrace:
     def from_state(cls, state: Mapping[str, Any], known_range: tuple[float, float] | None) -> TaskTrace:
         """Return the trace whose ``asdict`` is ``state``."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "above", "with_gradient")}
-        applied = tuple(state["applied"]) if state.get("applied") else None
+        applied = tuple(state["applied"]) if state["applied"] else None
         own = {"shown": ShownRange(**state["shown"]), "applied": applied, "known_range": known_range}
         return cls(**{**state, **averages, **own})
 

@@ -232,7 +232,7 @@ class PooledStream(PromptStream):
                 "spec": asdict(self._spec),
                 "pools": {name: list(pool) for name, pool in self._pools.items()},
                 "estimates": {name: asdict(e) for name, e in self._estimates.items()},
-                "scale": {"shown": asdict(self._scale)},
+                "scale": asdict(self._scale),
                 "rates": {str(index): rate for index, rate in self._rates.items()},
                 "carry": dict(self._carry),
                 "pending": {str(draw): list(where) for draw, where in self._pending.items()},
@@ -303,21 +303,18 @@ class PooledStream(PromptStream):
             return
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in saved["pools"].items()}
         self._estimates = {name: PoolEstimate(**e) for name, e in saved["estimates"].items()}
-        self._scale = RewardRange(**saved["scale"]["shown"])
+        self._scale = RewardRange(**saved["scale"])
         self._rates = {int(index): rate for index, rate in saved["rates"].items()}
         self._carry = dict(saved["carry"])
         self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}
-        self._missed = {int(draw): since for draw, since in saved.get("missed", {}).items()}
+        self._missed = {int(draw): since for draw, since in saved["missed"].items()}
         self._reported = dict(saved["reported"])
         self._step_draws = Counter(saved["step_draws"])
-        self._last_draw = {int(index): draw for index, draw in saved.get("last_draw", {}).items()}
-        # checkpoints of before this was kept apart: what was learnt from
-        served, scale = saved.get("served", saved["estimates"]), saved.get("served_scale")
-        self._served = {name: PoolEstimate(**e) for name, e in served.items()}
-        self._served_scale = RewardRange(**(scale or saved["scale"]["shown"]))
-        self._step_served = Counter(saved.get("step_served", saved["step_draws"]))
-        self._unjudged = set(saved.get("unjudged", ()))
-        self._unserved = set(saved.get("unserved", self._unjudged))
+        self._last_draw = {int(index): draw for index, draw in saved["last_draw"].items()}
+        self._served = {name: PoolEstimate(**e) for name, e in saved["served"].items()}
+        self._served_scale = RewardRange(**saved["served_scale"])
+        self._step_served = Counter(saved["step_served"])
+        self._unjudged, self._unserved = set(saved["unjudged"]), set(saved["unserved"])
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:

@@ -111,7 +111,7 @@ class PromptStream:
             draw, first_draw = int(state["draw"]), int(state["first_draw"])
             first_epoch, length = int(state["first_epoch"]), int(state["length"])
             known = str(state["fingerprint"])
-            seed, task = state.get("shuffled_by", (self._seed, self._task))
+            seed, task = state["shuffled_by"]
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the data cursor of task {self._task!r} is unreadable: {error!r}"

@@ -27,6 +27,7 @@ from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.guard.watched_metric import DetectorSettings, WatchedMetric, build_watched
 from multitask_rl.records import Direction, Event, TaskEvaluation, TaskStats, rename_task, rename_tasks
+from multitask_rl.statistics.definitions import is_comparable
 from multitask_rl.statistics.intervals import compare_paired, summarise
 
 _DEFAULTS = GuardConfig()
@@ -212,18 +213,10 @@ class SafetyGuard(Guard):
         return choose_target(good, seen, fell_after=self._good_until)
 
     def _seen(self, key: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, state of the metric's detector) of evaluations whose definition is the present one.
-
-        Those whose definition is not known count too.
-        """
-        watched = next((metric for metric in self._watched if metric.key == key), None)
+        """Return (step, state of the metric's detector) of evaluations that measured what it measures now."""
+        now = next((metric.measured for metric in self._watched if metric.key == key), ())
         states = [(at, own[key]) for at, own in self._snapshots if key in own]
-        known = [
-            (at, own)
-            for at, own in states
-            if not (watched and watched.has_changed(own.get("definition", "")))
-        ]
-        return [(at, own["detector"]) for at, own in known]
+        return [(at, own["detector"]) for at, own in states if is_comparable(own["measured"], now)]
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
@@ -235,13 +228,13 @@ class SafetyGuard(Guard):
         self._since_good = 0
         if target.step < self._good_at:  # values of weights that are undone are nothing to compare with
             self._good, self._good_at = {}, target.step
-        present = {metric.key: metric.definition for metric in self._watched}
+        present = {metric.key: metric.measured for metric in self._watched}
         restored = self._snapshots[-1][1] if self._snapshots else {}
         self._restore(restored)
         for metric in self._watched:
-            if metric.key not in restored or metric.has_changed(present[metric.key]):
+            if metric.key not in restored or not is_comparable(metric.measured, present[metric.key]):
                 metric.forget()
-                metric.definition = present[metric.key]
+                metric.measured = present[metric.key]
                 self._rungs.pop(metric.key, None)
                 self._good.pop(metric.key, None)
             metric.detector.cusum = 0.0
@@ -321,12 +314,9 @@ class SafetyGuard(Guard):
         state = _copy(state)
         self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
-        # absent in older checkpoints
-        self._good_at = state["confirmation"].get("good_at", 0)
-        self._since_good = state["confirmation"].get("since_good", 0)
-        fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
-        # older checkpoints have one list of values a side
-        self._fresh = {k: v for k, v in fresh.items() if all(isinstance(own, list) for own in v[0])}
+        self._good_at = state["confirmation"]["good_at"]
+        self._since_good = state["confirmation"]["since_good"]
+        self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
         own = state["response"]
@@ -334,9 +324,7 @@ class SafetyGuard(Guard):
         saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
         saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
         self._rungs, self._adjustments = rename_tasks(own["rungs"], renamed), RollbackAdjustments(**saved)
-        # absent in older checkpoints
-        self._slowed = RollbackAdjustments(**own.get("slowed", saved))
-        self._slowed_at = own.get("slowed_at", own["began"])
+        self._slowed, self._slowed_at = RollbackAdjustments(**own["slowed"]), own["slowed_at"]
         self._rollbacks, self._cooldown_until = own["rollbacks"], own["cooldown_until"]
         self._began, self._is_restored = own["began"], own["is_restored"]
         self._hacking.load_state_dict(state["hacking"], renamed)

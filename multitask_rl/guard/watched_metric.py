@@ -12,7 +12,7 @@ from typing import Any
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
-from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
+from multitask_rl.statistics.definitions import is_comparable, measured
 from multitask_rl.statistics.intervals import PairedTest, compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
@@ -158,9 +158,8 @@ class WatchedMetric:
     least_scale: float = 0.0
     """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
     drop is then in the metric's unit, as long as its values are below 1."""
-    definition: str = ""
-    """What the detector has seen: four parts with a space between. They are the hash of the metric's
-    definition, its direction, the hash of the sampling and of the prompts; an empty part is not known."""
+    measured: tuple[str, ...] = ()
+    """What the values are of, see ``definitions.measured``, and their direction; empty before the first."""
 
     @property
     def key(self) -> str:
@@ -197,13 +196,11 @@ class WatchedMetric:
         statistic = evaluation.statistic(self.metric)
         if statistic is None:
             return None
-        before = self.definition
+        before = self.measured
         direction = self.direction if self.direction.sign else statistic.direction
-        hashed = definition_of(evaluation.definitions, self.metric)
-        parts = [hashed, direction.value, evaluation.definitions.get(SAMPLING, ""), evaluation.prompts]
-        known = zip_longest(parts, before.split(" ")[:4], fillvalue="")
-        self.definition = " ".join(now or former for now, former in known)
-        if not self.has_changed(before):
+        now = (*measured(evaluation, self.metric), direction.value)
+        self.measured = tuple(part or former for part, former in zip_longest(now, before, fillvalue=""))
+        if is_comparable(before, now):
             return None
         self.forget()
         reason = (
@@ -211,11 +208,6 @@ class WatchedMetric:
             "environment, teacher, sampling or prompts). Earlier values are dropped; the guard warms up again"
         )
         return Event(step=evaluation.step, source="guard", kind="redefined", reason=reason, task=self.task)
-
-    def has_changed(self, definition: str) -> bool:
-        """Whether ``definition`` and the present one differ in a part that is known in both."""
-        pairs = zip(definition.split(" "), self.definition.split(" "), strict=False)
-        return any(are_different(*pair) for pair in pairs)
 
     def forget(self) -> None:
         """Drop all values seen."""
@@ -301,14 +293,13 @@ class WatchedMetric:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        own = {"is_unit": self.is_unit, "least_scale": self.least_scale, "definition": self.definition}
+        own = {"is_unit": self.is_unit, "least_scale": self.least_scale, "measured": self.measured}
         return {**own, "detector": asdict(self.detector)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
-        self.is_unit = state["is_unit"]
-        # absent in older checkpoints
-        self.least_scale, self.definition = state.get("least_scale", 0.0), state.get("definition", "")
+        self.is_unit, self.least_scale = state["is_unit"], state["least_scale"]
+        self.measured = tuple(state["measured"])
         self.detector = RegressionDetector(**state["detector"])
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from multitask_rl.config.run import dotted
 from multitask_rl.records import Direction
-from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
+from multitask_rl.statistics.definitions import are_different, definition_of, is_comparable, measured
 from multitask_rl.statistics.intervals import Difference, holm
 from multitask_rl.statistics.seeds import compare_arms
 from multitask_rl.tracking.reading import Evaluation, RunRecord
@@ -51,14 +51,9 @@ def are_alike(*evaluations: Evaluation) -> bool:
     return len({(e.metric, e.direction) for e in evaluations}) <= 1
 
 
-def measure_the_same(*evaluations: Evaluation) -> bool:
+def measure_the_same(first: Evaluation, second: Evaluation) -> bool:
     """Whether evaluations of one run are alike and, as far as known, of one sampling and the same prompts."""
-    samplings = (e.definitions.get(SAMPLING, "") for e in evaluations)
-    return (
-        are_alike(*evaluations)
-        and not are_different(*samplings)
-        and not are_different(*(e.prompts for e in evaluations))
-    )
+    return are_alike(first, second) and is_comparable(measured(first), measured(second))
 
 
 def share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:

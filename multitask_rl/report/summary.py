@@ -9,7 +9,7 @@ from typing import Any
 
 from multitask_rl.report.differences import Pair, difference_rows, measure_the_same, share_prompts
 from multitask_rl.report.influence import influence, turnover
-from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
+from multitask_rl.statistics.definitions import is_comparable, measured
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 
 
@@ -66,14 +66,9 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
 
 
 def _first(history: Sequence[Evaluation], metric: str) -> Mapping[str, float]:
-    """Return the numbers of the first evaluation that defines ``metric`` as the last one does."""
-    last = history[-1]
-
-    def defines(e: Evaluation, key: str) -> bool:
-        return not are_different(definition_of(e.definitions, key), definition_of(last.definitions, key))
-
-    alike = (e for e in history if defines(e, metric) and defines(e, SAMPLING))
-    return next(e for e in alike if not are_different(e.prompts, last.prompts)).metrics
+    """Return the numbers of the first evaluation whose ``metric`` measured what that of the last one does."""
+    now = measured(history[-1], metric)
+    return next(e for e in history if is_comparable(measured(e, metric), now)).metrics
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:

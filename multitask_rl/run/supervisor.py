@@ -22,7 +22,7 @@ from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
-from multitask_rl.statistics.definitions import REWARD, SAMPLING, definition_of
+from multitask_rl.statistics.definitions import REWARD, measured
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.metrics import aggregate
@@ -152,8 +152,9 @@ class Supervisor:
         finite = [e.primary.score for e in best_of if math.isfinite(e.primary.score)]
         # weights are compared by the same tasks: not without one whose rewards failed this time
         score = math.fsum(finite) / len(finite) if finite and len(finite) == len(best_of) else None
-        of = [(e, definition_of(e.definitions), e.definitions.get(SAMPLING, "")) for e in best_of]
-        named = sorted(f"{e.task}: {e.metric} {e.primary.direction.value} {' '.join(own)}" for e, *own in of)
+        named = sorted(
+            f"{e.task}: {e.metric} {e.primary.direction.value} {' '.join(measured(e))}" for e in best_of
+        )
         self._known = CheckpointEntry(step=step, score=score, score_of=named)
         self.progress.history.append((step, evaluations))
         append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)

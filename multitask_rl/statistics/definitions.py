@@ -171,6 +171,20 @@ def are_different(*hashes: str) -> bool:
     return len({own for own in hashes if own}) > 1
 
 
+def measured(evaluation: Any, metric: str = "") -> tuple[str, str, str]:
+    """Return the hashes of a metric's definition, of the sampling and of the prompts; "" = not known.
+
+    ``evaluation`` is one of a run or of its records; without a name the metric is the primary one.
+    """
+    known = evaluation.definitions
+    return definition_of(known, metric), known.get(SAMPLING, ""), evaluation.prompts
+
+
+def is_comparable(first: Sequence[str], second: Sequence[str]) -> bool:
+    """Whether no part of what two values measure (``measured``) differs that is known of both."""
+    return not any(are_different(*pair) for pair in zip(first, second, strict=False))
+
+
 def _plain_text(part: Any) -> str:
     plain = _without_directories(redact(part))
     return json.dumps(plain, sort_keys=True, default=lambda value: type(value).__qualname__)

@@ -39,12 +39,8 @@ class AnchorState:
 
     responses: dict[str, list[int]] = field(default_factory=dict)
     """``Prompt.row_id`` -> response of the actor at that time."""
-    prompts: str = ""
-    """Hash of the evaluated prompts."""
-    definition: str = ""
-    """Hash of what solves them (``statistics/definitions.py``); empty = not known."""
-    sampling: str = ""
-    """Hash of how responses were sampled; empty = not known."""
+    measured: list[str] = field(default_factory=list)
+    """What ``solved`` is of (``definitions.measured``); empty before the first evaluation."""
     solved: list[float] = field(default_factory=list)
     """Share of each prompt's responses that solved it."""
 
@@ -124,8 +120,8 @@ class TaskState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
-        name, kind = self.spec.name, state.get("type", self.spec.type)
-        self.former_definitions = state.get("definitions", {})
+        name, kind = self.spec.name, state["type"]
+        self.former_definitions = state["definitions"]
         new_rules = {name for name in self.multipliers if self.is_redefined(f"rule/{name}")}
         if kind == self.spec.type:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -153,13 +149,13 @@ class TaskState:
                     name,
                     constraint,
                 )
-            elif constraint in state.get("multipliers", {}):
+            elif constraint in state["multipliers"]:
                 multiplier.load_state_dict(state["multipliers"][constraint])
         if self.stream and stream:
             self.stream.load_state_dict(stream)
         self.num_overlong = state["num_overlong"]
-        self.choose_held_out(state.get("held_out_by", self.held_out_by))
-        if (now := fingerprint(self.eval_rows)) != state.get("held_out", now):
+        self.choose_held_out(state["held_out_by"])
+        if fingerprint(self.eval_rows) != state["held_out"]:
             logger.warning(
                 "the held-out rows of task %r changed since the checkpoint: values before and after are of "
                 "other prompts",
@@ -169,7 +165,7 @@ class TaskState:
             key for key in self.former_definitions if not key.startswith(("rule/", "constraint", "solved"))
         ]
         has_new_values = any(map(self.is_redefined, of_rewards))
-        self.metrics.load_state_dict({} if has_new_values else state.get("refused_values", {}))
+        self.metrics.load_state_dict({} if has_new_values else state["refused_values"])
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 

@@ -26,7 +26,7 @@ from multitask_rl.records import (
     TrainSample,
 )
 from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.statistics.definitions import SAMPLING, are_different, definition_of
+from multitask_rl.statistics.definitions import is_comparable, measured
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
 from multitask_rl.step.task_state import TaskState, render_answer_ids, render_rows
@@ -127,13 +127,10 @@ class TextMeter:
         solved = evaluation.metrics.get("pass@1")
         if solved is None:
             return {}
-        own = task.anchor
-        before, sampling = own.definition, own.sampling
-        own.definition = definition_of(evaluation.definitions, "turnover")
-        own.sampling = evaluation.definitions.get(SAMPLING, "")
-        is_other = are_different(before, own.definition) or are_different(sampling, own.sampling)
-        if own.prompts != evaluation.prompts or is_other:
-            own.prompts, own.solved = evaluation.prompts, list(solved.values)
+        own, now = task.anchor, measured(evaluation, "turnover")
+        if not own.measured or not is_comparable(own.measured, now):
+            own.solved = list(solved.values)
+        own.measured = list(now)
         lost = [a * (1.0 - b) for a, b in zip(own.solved, solved.values, strict=True)]
         kept = range(len(lost))
         return {"turnover": summarise(lost, direction=Direction.lower, low=0.0, high=1.0, keep=kept)}

@@ -268,8 +268,7 @@ class MLflowTracker(Tracker):
         self._directory = output_dir.resolve()
         self._sweep = self._directory.parent if self._directory.name.isdigit() else None
         """Directory of the sweep that this run is a part of: its runs have numbers for names."""
-        own = self._directory / "mlflow.db"  # as former versions had it
-        self._store = own if own.exists() else (self._sweep or self._directory).parent / "mlflow.db"
+        self._store = (self._sweep or self._directory).parent / "mlflow.db"
         """Runs whose directories lie beside each other share it."""
         self.uri = config.uri or f"sqlite:///{self._store}"
         self._config = config

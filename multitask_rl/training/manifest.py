@@ -14,7 +14,7 @@ from typing import Any
 
 from multitask_rl.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 
 

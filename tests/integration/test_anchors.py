@@ -144,7 +144,7 @@ def test_the_replay_of_the_page_keeps_what_the_anchor_measures(tmp_path):
         ),
         ({"type": "grpo", "prompt": "", "rewards": ["math_answer"]}, "an empty prompt is for plain text"),
         ({"type": ANCHOR, "prompt": ""}, "an empty prompt is for plain text"),
-        ({"type": ANCHOR, "environment": "number_game"}, "prompts of one turn"),
+        ({"type": ANCHOR, "environment": "number_game"}, "has one turn"),
     ],
 )
 def test_what_an_anchor_cannot_be_is_refused(keys, told):

@@ -367,7 +367,7 @@ def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path
         write_run(tmp_path, COPY + task.replace("old:", f"{name}:"), num_rows=60)
         trainer = train(run_config(tmp_path, "out", 2 * step, **SMALL))
         asked.append([row["id"] for row in trainer.tasks[name].eval_rows])
-        solved.append((trainer.tasks[name].anchor.prompts, trainer.tasks[name].anchor.solved))
+        solved.append((trainer.tasks[name].anchor.measured, trainer.tasks[name].anchor.solved))
     assert asked[0] == asked[1] == asked[2]
     assert solved[0] == solved[1] == solved[2], "what was solved at first"
     assert len(asked[0]) == 6

@@ -23,22 +23,15 @@ T = TypeVar("T")
 
 _KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
-MOVED = {
-    "scheduler.patience": "scheduler.policy_config.patience",
-    "guard.guard_config.lower_is_better": "guard.guard_config.directions",
-}
-"""Keys of earlier versions -> their present names."""
-
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
     """Refuse the first key that is not allowed; name a close match and what is allowed."""
     allowed = sorted(allowed)
     for key in given:
         if key not in allowed:
-            moved = [new for old, new in MOVED.items() if str(where.at(key)).endswith(old)]
-            hint = f"; it is {moved[0]} now" if moved else suggest(key, allowed)
             raise ConfigError(
-                f"{where.at(key)}: unknown key {key!r}{hint} (allowed: {', '.join(allowed) or 'none'})"
+                f"{where.at(key)}: unknown key {key!r}{suggest(key, allowed)} (allowed: "
+                f"{', '.join(allowed) or 'none'})"
             )
 
 

@@ -368,7 +368,7 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
     ("arguments", "parts"),
     [
         (["model.nam=x"], ["'nam'", "did you mean 'name_or_path'"]),
-        (["scheduler.patience=5"], ["it is scheduler.policy_config.patience now"]),
+        (["scheduler.patience=5"], ["'patience'", "policy_config"]),
         (["executor=cloud"], ["executor", "local, ray"]),
         (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
