@@ -38,7 +38,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ from multitask_rl.config.run import (
     RunConfig,
     TrackingConfig,
 )
-from multitask_rl.config.task import KLSpec
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.guard.safety_guard import SafetyGuard
@@ -523,9 +521,8 @@ def _read(output: Path, weights: dict[int, Any], pristine: CheckpointStore) -> s
     """Return what a run goes on from: ``newest``, ``previous``; ``silent...`` if it is not what was saved."""
     store = RunStore(output, CheckpointConfig())
     try:
-        task = SimpleNamespace(spec=SimpleNamespace(kl=KLSpec(coefficient=0.1), evaluation_only=False))
         actor = build_actor(3)  # other weights than the run began with: they would be seen
-        reference: Any = store.reference(actor, {"task": task}, {"task"})  # type: ignore[dict-item]
+        reference: Any = store.reference(actor)
         found = store.checkpoints.newest()
         if found is None:
             return "a new run"

@@ -41,8 +41,6 @@ class PluginTraits:
     """Direction of the value."""
     whole_episodes: bool = False
     """A constraint that judges an episode of many turns as a whole; others judge it answer by answer."""
-    device: str = "cpu"
-    """Device that it computes on: ``cpu``, ``cuda``, or ``any``."""
     counterpart: str = ""
     """Name of the plugin that measures the side effect of this one (``over_refusal`` for a refusal
     constraint). A task with this plugin but without its counterpart gets a warning. Empty = none."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from multitask_rl.config.run import GuardConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.guard.decision import CheckpointInfo, GuardDecision
+from multitask_rl.guard.decision import CheckpointInfo, GuardDecision, newest_good
 from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
 
@@ -75,7 +75,7 @@ class Guard:
 
         If the checkpoint is damaged, the trainer calls this again without it.
         """
-        return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
+        return newest_good(checkpoints)
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Record that the run goes on from ``target`` and counts on from ``step``; return events to log."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -91,6 +91,11 @@ class GuardDecision:
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
     """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)
+
+
+def newest_good(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
+    """Return the newest checkpoint judged good; None = none."""
+    return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
 
 
 def choose_target(

@@ -389,11 +389,22 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
     return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
+def default_device(device: str = "") -> str:
+    """Return ``device``; if it is empty, ``cuda`` where there is one, else ``cpu``."""
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def weight_dtype(config: ModelConfig, device: str = "") -> torch.dtype:
+    """Return the type of the weights; ``auto`` is bfloat16 on CUDA, else float32."""
+    usual = torch.bfloat16 if default_device(device).startswith("cuda") else torch.float32
+    return DTYPES.get(config.dtype, usual)
+
+
 def check_attention(config: ModelConfig, device: str = "") -> None:
     """Refuse an attention that is unknown, not installed, or that cannot train on ``device`` in its dtype."""
     from transformers import utils
 
-    name, device = config.attn_implementation, device or ("cuda" if torch.cuda.is_available() else "cpu")
+    name, device = config.attn_implementation, default_device(device)
     where = f"model.attn_implementation={name}"
     is_kernel = re.fullmatch(r"[^/:]+/[^/:]+", name) is not None
     if name in ("auto", "sdpa", "eager"):
@@ -479,10 +490,9 @@ def load_actor(
             f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
             "(owner/name); check the path"
         )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device(device)
     check_attention(config, device)
-    usual = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    dtype = DTYPES.get(config.dtype, usual)
+    dtype = weight_dtype(config, device)
     if config.autocast:
         warn_of_slow_bfloat16("model.autocast=true", "model.autocast=false", device)
     elif dtype is torch.bfloat16:

@@ -91,7 +91,6 @@ class HFEngine(RolloutEngine):
         self.model = model
         self._prefill_tokens = prefill_tokens
         self._autocast = autocast
-        self.policy_version = 0
         self.max_batch_tokens = max_batch_tokens
         self._eos = torch.tensor(sorted(eos_token_ids))
         self._pad = pad_token_id

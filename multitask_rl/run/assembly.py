@@ -154,7 +154,7 @@ def build_parts(
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         active = scheduler.active if plan.trained else ()
-        reference = store.reference(actor, tasks, active)
+        reference = store.reference(actor) if plan.needs_reference(active) else None
         # without training a teacher only measures the KL of a task without rewards
         taught = {n: spec for n, spec in plan.specs.items() if (track and n in active) or not spec.is_scored}
         former = store.recorded_tasks()

@@ -19,18 +19,15 @@ import psutil
 import torch
 from torch import nn
 
-from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
-from multitask_rl.config.schema.build import build_dataclass
-from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.quotas import normalise, raise_to_floors
 from multitask_rl.data.render import render_answer, render_prompt
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import DTYPES
+from multitask_rl.models.actor import DTYPES, default_device, weight_dtype
 from multitask_rl.models.lora import model_below
+from multitask_rl.plugins import build_config
 from multitask_rl.rollout.snapshot import sampling_weights
-from multitask_rl.rollout.vllm.start import VLLMConfig
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
 from multitask_rl.training.checkpoint import model_directory
@@ -203,9 +200,11 @@ def _vllm_bytes(plan: RunPlan, weights: float, device_bytes: float) -> float:
     rollout = plan.config.rollout
     if rollout.engine != "vllm" or plan.config.executor != "local" or not device_bytes:
         return 0.0
-    own = build_dataclass(VLLMConfig, rollout.engine_config, Where(path=("rollout", "engine_config")))
+    own = build_config(plan.engine_class, rollout.engine_config, where="rollout.engine_config")
     cache = own.kv_cache_memory_bytes
-    return weights / own.tensor_parallel_size + cache if cache else own.gpu_memory_utilization * device_bytes
+    if cache:
+        return float(weights / own.tensor_parallel_size + cache)
+    return float(own.gpu_memory_utilization * device_bytes)
 
 
 def sample_bytes(tokens: float) -> float:
@@ -254,7 +253,7 @@ def _optimizer_bytes(plan: RunPlan, trainable: int, width: int) -> float:
 
 
 def _is_on_host(plan: RunPlan) -> bool:
-    return not (plan.devices.get("actor", "") or _default_device()).startswith("cuda")
+    return not default_device(plan.devices.get("actor", "")).startswith("cuda")
 
 
 def learner_bytes(parameters: int, trainable: int, width: int) -> float:
@@ -316,16 +315,9 @@ def num_checkpoints(config: CheckpointConfig, max_steps: int) -> int:
 
 
 def has_reference(plan: RunPlan) -> bool:
-    """Whether the run keeps a copy of the first weights: a task has a KL term, or measures the KL."""
-    return not plan.config.model.lora.rank and any(
-        measures_kl(plan.algorithms[name])
-        or (
-            spec.kl.coefficient > 0
-            and not spec.evaluation_only
-            and (spec.weight > 0 or bool(spec.min_share))  # else it gets no prompts
-        )
-        for name, spec in plan.specs.items()
-    )
+    """Whether the run keeps a copy of the first weights."""
+    specs = plan.specs
+    return plan.needs_reference({n for n in plan.trained if specs[n].weight > 0 or specs[n].min_share})
 
 
 def has_average(plan: RunPlan) -> bool:
@@ -401,8 +393,8 @@ def measure_step(
     Raises:
         ConfigError: the model's configuration cannot be read.
     """
-    config, device = plan.config, plan.devices.get("actor", "") or _default_device()
-    dtype = _dtype(config.model, device)
+    config, device = plan.config, default_device(plan.devices.get("actor", ""))
+    dtype = weight_dtype(config.model, device)
     if config.num_threads:
         torch.set_num_threads(config.num_threads)
     model = _empty_model(config.model, layers=PROBE_LAYERS, device=device)[1].to(dtype)
@@ -492,16 +484,7 @@ def _empty_model(config: ModelConfig, layers: int = 0, device: str = "meta") -> 
 
 def _width(plan: RunPlan) -> int:
     """Return the bytes of a weight."""
-    return _dtype(plan.config.model, plan.devices.get("actor", "")).itemsize
-
-
-def _default_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _dtype(config: ModelConfig, device: str) -> torch.dtype:
-    usual = torch.bfloat16 if (device or _default_device()).startswith("cuda") else torch.float32
-    return DTYPES.get(config.dtype, usual)
+    return weight_dtype(plan.config.model, plan.devices.get("actor", "")).itemsize
 
 
 def sizes(parts: Mapping[str, float]) -> str:

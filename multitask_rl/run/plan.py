@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,6 +93,17 @@ class RunPlan:
             for is_held_out, rows in enumerate(parts)
             if len(rows)
         ]
+
+    def needs_reference(self, active: Collection[str]) -> bool:
+        """Whether the run keeps its first weights, given the tasks that get prompts.
+
+        It does if one of these has a KL term, or if any task measures the KL; with adapters the base model is
+        the reference.
+        """
+        return not self.config.model.lora.rank and any(
+            measures_kl(self.algorithms[name]) or (name in active and spec.kl.coefficient > 0)
+            for name, spec in self.specs.items()
+        )
 
     @property
     def num_parts(self) -> int:

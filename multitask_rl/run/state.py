@@ -222,36 +222,28 @@ class RunState:
 
 
 def _random_data() -> dict[str, Any]:
-    """Return the global random streams of Python and NumPy, without NumPy's keys."""
+    """Return the global random streams of Python and NumPy."""
     version, internal, gauss = random.getstate()
-    kind, _, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [str(kind), int(position), int(has_gauss), float(cached)],
-    }
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {"python": [version, list(internal), gauss], "numpy": [kind, np.asarray(keys).tolist(), *rest]}
 
 
 def _load_random_data(state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    _, keys, *_ = np.random.get_state(legacy=True)  # ``_load_random_tensors`` has put them there
-    kind, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    np.random.set_state(tuple(state["numpy"]))
 
 
 def _random_tensors() -> dict[str, Tensor]:
-    """Return the random streams of torch and NumPy's keys."""
+    """Return the random streams of torch."""
     found = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         for device, value in enumerate(torch.cuda.get_rng_state_all()):
             found[f"cuda/{device}"] = value
-    _, keys, *_ = np.random.get_state(legacy=True)
-    found["numpy"] = torch.from_numpy(np.asarray(keys, dtype=np.int64))
     return found
 
 
 def _load_random_tensors(tensors: Mapping[str, Tensor], _renamed: Mapping[str, str]) -> None:
-    np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), 624, 0, 0.0))
     torch.set_rng_state(tensors["torch"])
     if torch.cuda.is_available():
         for device in range(torch.cuda.device_count()):

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ except ImportError:
     from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
     from yaml import SafeLoader as _Loader  # type: ignore[assignment]
 
-from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from multitask_rl.config.task import TaskSpec
-    from multitask_rl.step.task_state import TaskState
 
 logger = logging.getLogger(__name__)
 
@@ -143,20 +141,14 @@ class RunStore:
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
-    def reference(
-        self, actor: Actor, tasks: Mapping[str, TaskState], active: Collection[str]
-    ) -> PreTrainedModel | None:
+    def reference(self, actor: Actor) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        None: no task of ``active``, which get prompts, has a KL term, and none measures the KL; or adapters
-        make the base model the reference.
+        None with adapters: the base model is the reference.
 
         Raises:
             CheckpointError: it is damaged or cannot be written.
         """
-        has_kl_term = any(tasks[name].spec.kl.coefficient > 0 for name in active)
-        if not has_kl_term and not any(measures_kl(t.algorithm) for t in tasks.values()):
-            return None
         directory = self.reference_dir
         reference = actor.clone_for_reference()
         if reference is None:

@@ -15,7 +15,7 @@ from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.guard.base import Guard
-from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
+from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
@@ -80,7 +80,7 @@ class Supervisor:
             due = forced or _is_due(step, config.checkpoint.every)
             if not due and evaluates and self.guard is not None and self._known.judged_good:
                 # with evaluations and checkpoints on different steps, no checkpoint would be judged good
-                newest = _newest_good(self._checkpoints())
+                newest = newest_good(self._checkpoints())
                 reach = max(1, self.guard.rollback_steps // 2)
                 age = math.inf if newest is None else step - newest.step
                 due = age >= min(config.checkpoint.every or reach, reach)
@@ -190,7 +190,7 @@ class Supervisor:
         self.trackers.log_metrics(guard.metrics(), step)
         if decision.action is GuardAction.stop:
             # the weights that a rollback would restore, else the newest good ones
-            found = self._read(guard.rollback_target) or self._read(_newest_good)
+            found = self._read(guard.rollback_target) or self._read(newest_good)
             where = (
                 "no checkpoint was judged good"
                 if found is None
@@ -252,7 +252,7 @@ class Supervisor:
         Both get the same prompts and the same new seeds, so the comparison is paired. None: no checkpoint is
         judged good.
         """
-        found = self._read(_newest_good)
+        found = self._read(newest_good)
         if found is None:
             return None
         good_step, actor_dir = found[0].step, found[1].actor_dir
@@ -319,10 +319,6 @@ def _told(decision: GuardDecision, step: int) -> list[Event]:
         step=step, source="guard", kind=kind, reason=decision.reason, task=decision.task, data=statistics
     )
     return [*decision.events, event]
-
-
-def _newest_good(checkpoints: list[CheckpointInfo]) -> CheckpointInfo | None:
-    return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
 
 
 def _is_due(step: int, every: int) -> bool:

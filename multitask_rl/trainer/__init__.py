@@ -27,7 +27,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
-from multitask_rl.models.actor import Actor, load_actor, make_actor
+from multitask_rl.models.actor import Actor, default_device, load_actor, make_actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.assembly import (
@@ -129,8 +129,8 @@ class Trainer:
         if actor is not None:
             config = actor.settle(config)
         if (size := torchrun_size()) and "actor" not in config.device_map:
-            kind = "cuda" if torch.cuda.is_available() else "cpu"
-            config = replace(config, device_map={**config.device_map, "actor": f"{kind}:0-{size - 1}"})
+            devices = f"{default_device()}:0-{size - 1}"
+            config = replace(config, device_map={**config.device_map, "actor": devices})
         if dataloader is not None and dataloader.batch_size:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
         if actor is None and config.num_threads:

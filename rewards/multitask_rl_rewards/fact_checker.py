@@ -44,7 +44,6 @@ class FactChecker:
         timeout_s=120.0,
         batch_size=256,
         higher_is_better=False,
-        device="any",
     )
 
     @dataclass(kw_only=True, slots=True)

@@ -164,7 +164,6 @@ class LlamaGuard:
         batch_size=256,
         higher_is_better=False,
         counterpart="over_refusal",
-        device="any",
     )
 
     @dataclass(kw_only=True, slots=True)

@@ -28,9 +28,7 @@ class RewardModel:
     A reward model is a proxy: pair it with a held-out metric of another kind, and a KL leash.
     """
 
-    traits: ClassVar[PluginTraits] = PluginTraits(
-        isolate=False, timeout_s=120.0, batch_size=256, device="any"
-    )
+    traits: ClassVar[PluginTraits] = PluginTraits(isolate=False, timeout_s=120.0, batch_size=256)
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelSettings):

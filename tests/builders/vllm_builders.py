@@ -1,5 +1,6 @@
 """A model that vLLM runs on a CPU (heads of 32), and a tokenizer of characters."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,3 +41,12 @@ def small_model(tie: bool) -> Any:
             initializer_range=0.15,
         )
         return Qwen2ForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def distance(engine: Any, model: Any, ids: Sequence[int]) -> float:
+    """Largest difference between the engine's and the model's log-probabilities of the tokens, in nats."""
+    tokens = torch.tensor([list(ids)], device=next(model.parameters()).device)
+    logprobs = model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
+    expected = logprobs.gather(-1, tokens[0, 1:, None])[:, 0].cpu()
+    return float((expected - torch.tensor(engine.probe(ids))).abs().max())

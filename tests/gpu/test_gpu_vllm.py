@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from multitask_rl.rollout.vllm.engine import VLLMEngine
-from vllm_builders import small_model, small_tokenizer
+from vllm_builders import distance, small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -38,7 +38,7 @@ def test_weights_on_the_device_reach_a_worker_in_another_process(
                 for number, parameter in enumerate(model.parameters()):
                     parameter.mul_(1.05 + 0.01 * number)
             engine.update_weights(weights, version)
-            assert engine.verify(model, [4, 9, 12, 7, 30, 22], tolerance=1e-2) <= 1e-2
+            assert distance(engine, model, [4, 9, 12, 7, 30, 22]) <= 1e-2
         assert engine._loader.is_proven
         assert engine._loader._shared is not None
         assert engine._loader._shared.by_handles

@@ -17,7 +17,7 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.testing.engine import assert_engine_contract
-from vllm_builders import small_model, small_tokenizer
+from vllm_builders import distance, small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
@@ -49,13 +49,13 @@ def test_two_ranks_give_what_one_gives_and_take_every_update(tmp_path: Path) -> 
                 for number, parameter in enumerate(model.parameters()):
                     parameter.mul_(1.05 + 0.01 * number)
             engine.update_weights(weights, version)
-            assert engine.verify(model, IDS, tolerance=1e-4) <= 1e-4
+            assert distance(engine, model, IDS) <= 1e-4
         assert engine._loader._shared is not None
         size = sum(tensor.nbytes for tensor in weights.values())
         assert len(pickle.dumps(engine._loader._shared.parcel(weights))) < size / 20, "places, no bytes"
         # other names: by vLLM's own way, on both ranks
         engine.update_weights(model.state_dict(), 102)
-        assert engine.verify(model, IDS, tolerance=1e-4) <= 1e-4
+        assert distance(engine, model, IDS) <= 1e-4
         engine.sleep()
         requests = [
             GenerationRequest(prompt_ids=IDS, sampling=SamplingParams(max_new_tokens=n), seeds=[1, 2])

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from multitask_rl.config.schema.build import build_dataclass
-from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.weights import like_of
+from multitask_rl.plugins import build_config
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
 from multitask_rl.rollout.vllm.start import VLLMConfig, num_workers_elsewhere, start_vllm
@@ -92,8 +91,7 @@ class VLLMEngine(RolloutEngine):
             )
         from safetensors import safe_open
 
-        self.config = build_dataclass(self.Config, config, Where(path=("rollout", "engine_config")))
-        self.policy_version = 0
+        self.config = build_config(type(self), config, where="rollout.engine_config")
         self._eos = sorted(eos_token_ids)
         self.num_prompt_tokens = 0
         """Prompt tokens of the last call, counted once per sample."""
@@ -333,24 +331,6 @@ class VLLMEngine(RolloutEngine):
             (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         positions = zip(ids[1:], list(output.prompt_logprobs)[1:], strict=True)
         return [float(position[token].logprob) for token, position in positions]
-
-    @torch.no_grad()
-    def verify(self, model: Any, token_ids: Sequence[int], tolerance: float) -> float:
-        """Return the largest difference between the engine's and ``model``'s log-probabilities.
-
-        Raises:
-            EngineError: it is above ``tolerance``: the engine has other weights than the model.
-        """
-        ids = torch.tensor([list(token_ids)], device=next(model.parameters()).device)
-        logprobs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        expected = logprobs.gather(-1, ids[0, 1:, None])[:, 0].cpu()
-        distance = float((expected - torch.tensor(self.probe(token_ids))).abs().max())
-        if not distance <= tolerance:
-            raise EngineError(
-                f"the engine's log-probabilities differ from the actor's by {distance:.3g} nats (allowed: "
-                f"{tolerance:.3g}) at policy version {self.policy_version}: it holds other weights"
-            )
-        return distance
 
     def close(self) -> None:
         """Stop the engine and free its memory. Idempotent."""

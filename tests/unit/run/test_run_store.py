@@ -1,28 +1,19 @@
 """What a run reads back from its directory is what it wrote, or it is refused with words."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from model_builders import build_actor
-from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.config.run import CheckpointConfig
-from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.run.store import RunStore
 from multitask_rl.training.checkpoint import CheckpointEntry
 
 
-def with_kl():
-    spec = TaskSpec(name="task", kl=KLSpec(coefficient=0.1))
-    return {"task": SimpleNamespace(spec=spec, algorithm=GRPO(GRPOConfig()))}
-
-
-def reference(directory, actor, active=("task",)):
+def reference(directory, actor):
     store = RunStore(directory, CheckpointConfig())
     try:
-        return store.reference(actor, with_kl(), active)
+        return store.reference(actor)
     finally:
         store.close()
 
@@ -43,11 +34,6 @@ def equal(model, other):
 
 def test_the_reference_is_what_the_run_began_with(run):
     assert equal(reference(run, build_actor(1)), build_actor(0).model)
-
-
-def test_a_task_that_gets_no_prompts_needs_no_reference(tmp_path):
-    assert reference(tmp_path, build_actor(0), active=()) is None
-    assert not (tmp_path / "reference").exists()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
