@@ -153,6 +153,10 @@ def run_command(arguments: list[str]) -> int:
     """Run the command that ``arguments`` begin with; return its exit code. Errors are raised."""
     words = 2 if " ".join(arguments[:2]) in COMMANDS else 1
     name = " ".join(arguments[:words])
+    group = [own for own in COMMANDS if own.startswith(f"{name} ")]
+    if group and arguments[1:] in (["-h"], ["--help"]):
+        print("\n".join(f"multitask-rl {own}  {COMMANDS[own][1]}" for own in group))
+        return 0
     if name not in COMMANDS:
         raise ConfigError(
             f"unknown command {name!r}{suggest(name, COMMANDS)} (commands: {', '.join(COMMANDS)})"

@@ -672,7 +672,8 @@ def _cost_tables(result: Mapping[str, Any]) -> str:
         for _, _, reached in arms:
             own = reached[task]
             part = "" if own["reached"] == own["runs"] else f" ({own['reached']} of {own['runs']} runs)"
-            cells.append(_amount(own["samples"]) + part if own["reached"] else "not reached")
+            without = "not reached" if own["runs"] else "-"
+            cells.append(_amount(own["samples"]) + part if own["reached"] else without)
         until.append([task, number(level), *cells])
     return f"{ruled(table)}\n\n{ruled(until)}"
 

@@ -299,8 +299,13 @@ def _check_dataset(where: Where, dataset: str) -> None:
     elif is_data_path(dataset):
         beside = f"in {str(Path(where.file).parent)!r} or " if where.line > 0 else ""
         allowed = f"a file {beside}in the working directory whose name ends in {', '.join(DATA_SUFFIXES)}"
-        with path_errors(f"{where}: the data set", dataset, allowed):
-            Path(dataset).expanduser().open("rb").close()
+        path = Path(dataset).expanduser()
+        if where.line > 0 and not path.exists():
+            path = Path(where.file).parent / path
+        if path.parent.is_dir():
+            allowed += suggest(path.name, (file.name for file in path.parent.iterdir()))
+        with path_errors(f"{where}: the data set", path, allowed):
+            path.open("rb").close()
         if not dataset.endswith(DATA_SUFFIXES):
             raise ConfigError(f"{where}: {dataset!r} must end in one of {', '.join(DATA_SUFFIXES)}")
     elif not _HUB_ID.fullmatch(dataset):

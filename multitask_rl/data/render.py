@@ -313,6 +313,11 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     return value if is_chat else []  # type: ignore[return-value]
 
 
+def _start(row: Row) -> str:
+    text = repr(dict(row))
+    return f"{text[:120]}{'...' * (len(text) > 120)}"
+
+
 def check_rows(
     spec: TaskSpec, rows: Rows, *, needs: Collection[str] = (), parameters: Collection[str] = ()
 ) -> None:
@@ -333,9 +338,7 @@ def check_rows(
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
         if missing:
-            text = repr(dict(row))
-            text = f"{text[:120]}{'...' * (len(text) > 120)}"
-            label = text if row.get("id") is None else repr(str(row["id"]))
+            label = _start(row) if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
             nulls = sorted(column for column in missing if column in row)
             hint = f"; null there: {', '.join(nulls)}" if nulls else suggest(min(missing), map(str, row))
@@ -350,4 +353,8 @@ def check_rows(
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
-        render_content(spec, row)
+        if spec.prompt and not render_content(spec, row):
+            raise DataError(
+                f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: {_start(row)}); give it "
+                f"a text, or leave the row out (the task's prompt is {spec.prompt!r})"
+            )

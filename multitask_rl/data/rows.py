@@ -240,6 +240,11 @@ def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
         )
     if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
         return ""
+    if len(train) > 1 and len({row_id(row) for row in train}) == 1:
+        return (
+            f"all {len(train)} rows have the same id, or are equal ({row_id(train[0])!r}), so that none can "
+            "be held out: the evaluation says nothing of other prompts; give each row its own id, or none"
+        )
     return (
         f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
         "other prompts; give more rows, or an eval_dataset"

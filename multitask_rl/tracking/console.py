@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import logging
 import math
 import re
@@ -156,6 +157,9 @@ class ConsoleTracker(Tracker):
             "time/step_s" in metrics or "macro/reward_mean" in metrics
         )  # not an evaluation, nor the guard
         self._numbers.update(metrics)
+        if is_step:  # a task without samples has no rates
+            for view, rate in itertools.product(self._tasks.values(), _RATES.values()):
+                view.numbers.pop(rate, None)
         for key, value in metrics.items():
             area, *rest = key.split("/", 2)
             if area == "task" and len(rest) == 2:

@@ -322,10 +322,11 @@ class MLflowTracker(Tracker):
         self._worker.start()
         self._worker.put(partial(self._send_parameters, parameters))
         if resume_step is not None and former is not None:
-            self._worker.put(partial(self._load_events, resume_step))
-            record = self._directory / "metrics.jsonl"
-            num_bytes = record.stat().st_size if record.exists() else None
-            self._worker.put(partial(self._meet_record, resume_step, record, num_bytes))
+            # the worker reads them later, when the run has written more, which it also sends itself
+            events, record = self._directory / "events.jsonl", self._directory / "metrics.jsonl"
+            sizes = [file.stat().st_size if file.exists() else None for file in (events, record)]
+            self._worker.put(partial(self._load_events, resume_step, events, sizes[0]))
+            self._worker.put(partial(self._meet_record, resume_step, record, sizes[1]))
 
     def _create_run(self, parameters: Mapping[str, Any]) -> str:
         """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
@@ -381,16 +382,16 @@ class MLflowTracker(Tracker):
                 points += self._points(values, step)
         self._send_metrics(points)
 
-    def _load_events(self, resume_step: int) -> None:
-        path = self._directory / "events.jsonl"
-        is_cut = path.exists()  # to the checkpoint; events of a course that was rolled back have later steps
+    def _load_events(self, resume_step: int, path: Path, num_bytes: int | None) -> None:
+        """Send the first ``num_bytes`` of ``events.jsonl`` anew; None: it is missing, MLflow has them."""
+        is_cut = num_bytes is not None  # to the checkpoint; events that a rollback undid have later steps
         with contextlib.ExitStack() as stack:
             if not is_cut:
                 if not any(entry.path == path.name for entry in self._client.list_artifacts(self._run)):
                     return
                 directory = stack.enter_context(tempfile.TemporaryDirectory())
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
-            events = [load_line(line) for line in path.read_bytes().splitlines()]
+            events = [load_line(line) for line in path.read_bytes()[:num_bytes].splitlines()]
         # of the steps that are made again, the run knows no event any more
         for tag in self._client.get_run(self._run).data.tags:
             if tag.startswith("event."):

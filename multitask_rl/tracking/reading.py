@@ -78,6 +78,11 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
         allowed = "give the run's output_dir, or mlflow:<run id> with --tracking-uri"
         if not directory.exists():
             raise ConfigError(f"{directory} does not exist; {allowed}")
+        if any((directory / name).is_file() for name in ("config.yaml", "machine.json", "train.log")):
+            raise ConfigError(
+                f"{directory} holds no evaluations.jsonl: the run has not evaluated yet, or ended before it "
+                "did"
+            )
         runs = sorted(path.parent.name for path in directory.glob("*/evaluations.jsonl"))[:5]
         raise ConfigError(
             f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; "
@@ -123,7 +128,10 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
         weights=numbers["weight"],
         shares=numbers["share_trained"],
         events=list(read_lines(directory / "events.jsonl", typed(_EVENT))),
-        stages=summarise(read_lines(directory / "timeline.jsonl", typed(_SPAN))),
+        stages=summarise(
+            {**line, "task": names.get(line["task"], line["task"])}
+            for line in read_lines(directory / "timeline.jsonl", typed(_SPAN))
+        ),
     )
 
 

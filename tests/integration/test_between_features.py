@@ -679,6 +679,7 @@ def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
         assert run(steps) == 2
     found = read_run(tmp_path / "out")
     assert list(found.evaluations) == ["third"]
+    assert [stage for stage in found.stages if stage.startswith("rewards/")] == ["rewards/third"]
     named = found.config["tasks"]["third"]
     assert named["former_names"] == ["again", "copy"]
     always = {"tasks": {"third": {key: named[key] for key in named if key != "former_names"}}}

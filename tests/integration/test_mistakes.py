@@ -242,7 +242,7 @@ MISTAKES = {
     "an empty prompt": (
         TRAIN,
         data("d.jsonl", '{"prompt": "", "reference": "a"}\n' * 3),
-        ["task 'copy'", "empty prompt", "give it a text"],
+        ["tasks.copy: the prompt of row", "is empty", "give it a text"],
     ),
     # a reward of one's own
     "a reward file that is not there": (
@@ -348,6 +348,11 @@ MISTAKES = {
         ["report", "nowhere"],
         {},
         ["nowhere does not exist", "output_dir"],
+    ),
+    "a report of a run that has not evaluated": (
+        ["report", "killed"],
+        {"killed/train.log": ""},
+        ["killed holds no evaluations.jsonl: the run has not evaluated yet"],
     ),
     "a report of several": (["report", "."], {}, ["is not the output directory", "it holds the runs done"]),
 }

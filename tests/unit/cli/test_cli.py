@@ -98,7 +98,9 @@ def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureF
     assert main([]) == 2
     assert main(["trian"]) == 2
     assert main(["sandbox"]) == 2
-    told = capsys.readouterr().err
+    told, shown = capsys.readouterr().err, main(["sandbox", "--help"])
+    assert shown == 0
+    assert capsys.readouterr().out.startswith("multitask-rl sandbox corpus")
     assert "did you mean 'train'" in told
     assert "did you mean 'sandbox corpus'" in told
 
@@ -178,6 +180,13 @@ def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
     told = capsys.readouterr().out
     assert told.count("the held-out rows are those that are trained on (1)") == 2
     assert "warning: tasks.yaml:3: tasks.math: " in told
+    rows = [{"prompt": f"{i}+1=", "reference": "2", "id": "x"} for i in range(6)]
+    (here / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["tasks", "validate", "tasks.yaml"]) == 0
+    assert "all 6 rows have the same id, or are equal ('x')" in capsys.readouterr().out
+    (here / "math.jsonl").write_text('{"prompt": "", "reference": "2"}\n')
+    assert main(["tasks", "validate", "tasks.yaml"]) == 2
+    assert "is empty (columns: {'prompt': '', 'reference': '2'})" in capsys.readouterr().err
 
 
 def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -661,6 +662,8 @@ def test_values_of_another_metric_reach_no_level_and_dominate_nothing(
     result = _costs(capsys, one, two, "--each-run")
     assert result["dominates"][str(two)] == [str(one)], "by b alone"
     assert result["reached"][1]["a"]["runs"] == 0
+    assert main_compare([str(one), str(two), "--each-run"]) == 0
+    assert re.search(r"(?m)^ *a +\S+ +64 +-$", capsys.readouterr().out), "not reached says another thing"
     result = _costs(capsys, one, other)
     assert result["reached"][1]["a"]["samples"] == 64, "not the 0 of its step 0, which had another metric"
 

@@ -178,6 +178,10 @@ OK = "rewards: [math_answer]"
             f"tasks:\n  m:\n    {OK}\n    dataset: gone.jsonl\n",
             ["tasks.yaml:4", "gone.jsonl", "does not exist"],
         ),
+        (
+            f"tasks:\n  m:\n    {OK}\n    dataset: data/sum.jsonl\n",
+            ["tasks.yaml:4", "data/sum.jsonl' does not exist", "did you mean 'sums.jsonl'"],
+        ),
         (f"tasks:\n  m:\n    {OK}\n    dataset: a b c\n", ["tasks.yaml:4", "Hugging Face id"]),
         (f"tasks:\n  m:\n    {OK}\n    dataset: plugin:nope\n", ["tasks.yaml:4", "unknown task 'nope'"]),
         ("tasks:\n  m:\n    type: grpo\n", ["tasks.yaml:2", "neither rewards nor constraints"]),
@@ -215,6 +219,8 @@ OK = "rewards: [math_answer]"
     ],
 )
 def test_mistake_is_told_with_place_and_remedy(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "sums.jsonl").touch()
     message = refusal(tmp_path, text)
     assert [part for part in parts if part not in message] == [], message
     assert "\n" not in message.split("not valid YAML")[0]

@@ -94,6 +94,18 @@ def _jsonl(directory: Path, resume_step: int | None = None, **config: object) ->
     return tracker
 
 
+def test_a_task_without_samples_shows_no_rate_of_an_earlier_step(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
+    tracker.start({"max_steps": 10})
+    tracker.log_metrics(METRICS | {"task/math/rewards_per_s": 401.0}, 9)
+    tracker.log_metrics({n: v for n, v in METRICS.items() if not n.startswith("task/math/tokens")}, 10)
+    tracker.finish("finished")
+    tables = stream.getvalue().split("task  ")[1:]
+    assert ["401" in table for table in tables] == [True, False]
+    assert ["2,048" in table for table in tables] == [True, False]
+
+
 def test_plain_console_has_one_line_per_task_and_one_for_the_run(tmp_path: Path) -> None:
     stream = io.StringIO()
     tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)

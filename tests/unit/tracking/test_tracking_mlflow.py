@@ -105,6 +105,27 @@ def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     assert json.loads((artifacts / "config.resumed.json").read_text()) == {}
 
 
+def test_an_event_that_a_resumed_run_makes_at_once_is_counted_once(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    config, run = TrackingConfig(trackers=["mlflow", "jsonl"]), tmp_path / "run"
+    first = Trackers(run, config, None)
+    first.start({"seed": 3})
+    first.log_event(Event(step=1, source="guard", kind="alarm", reason="fell"))
+    first.finish("failed")
+    second = Trackers(run, config, first.run_id)
+    second.start({"seed": 3}, resume_step=1)
+    second.log_event(Event(step=1, source="run", kind="changed", reason="other settings"))
+    second.finish("finished")
+    assert second.run_id is not None
+    run_id = json.loads(second.run_id)["mlflow"]
+    tags = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(run_id).data.tags
+    assert tags["event.run.changed"].startswith("1 x")
+    assert tags["event.guard.alarm"].startswith("1 x")
+    artifacts = tmp_path / "mlartifacts" / run_id / "artifacts"
+    assert len((artifacts / "events.jsonl").read_text().splitlines()) == 2
+
+
 def test_the_page_of_a_run_is_an_artifact_that_its_note_links_once(tmp_path: Path) -> None:
     run_id = None
     for page in ("<p>failed", "<p>ended"):
