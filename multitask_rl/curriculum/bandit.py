@@ -42,7 +42,8 @@ class Bandit(SchedulerPolicy):
     config: Config
 
     def _start(self) -> None:
-        self.log_values = {task: math.log(self.prior[task]) for task in self.tasks}
+        self.log_values = dict.fromkeys(self.tasks, 0.0)
+        """What was learnt, above the logarithm of the prior: at a resume the weights may be others."""
         self.scale = dict.fromkeys(self.tasks, _MIN_SCALE)
         """Largest recent change of each task's level; decays by 1 % per step."""
 
@@ -53,11 +54,14 @@ class Bandit(SchedulerPolicy):
         largest = max(*self.scale.values(), NOISE * max(errors))
         for task, change in progress.items():
             self.log_values[task] += self.config.rate * change / largest
-        probs = softmax(self.log_values)
         share = self.config.share
-        mixed = {task: (1.0 - share) * p + share * self.prior[task] for task, p in probs.items()}
-        self.log_values = {task: math.log(max(p, 1e-300)) for task, p in mixed.items()}
+        for task, p in self._probabilities().items():
+            mixed = (1.0 - share) * p + share * self.prior[task]
+            self.log_values[task] = math.log(max(mixed, 1e-300) / self.prior[task])
+
+    def _probabilities(self) -> dict[str, float]:
+        return softmax({task: math.log(self.prior[task]) + v for task, v in self.log_values.items()})
 
     def _preferences(self) -> dict[str, float]:
-        probs, explore = softmax(self.log_values), self.config.exploration
+        probs, explore = self._probabilities(), self.config.exploration
         return {task: (1.0 - explore) * probs[task] + explore * self.prior[task] for task in self.tasks}

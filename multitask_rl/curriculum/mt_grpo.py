@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -38,11 +38,12 @@ class MTGRPO(SchedulerPolicy):
     config: Config
 
     def _start(self) -> None:
-        self.logits = {task: math.log(self.prior[task]) for task in self.tasks}
+        self.logits = dict.fromkeys(self.tasks, 0.0)
+        """What was learnt, above the logarithm of the prior: at a resume the weights may be others."""
 
     def _learn(self, progress: Mapping[str, float]) -> None:
         seen = [task for task in self.tasks if self.traces[task].steps]
-        probs = softmax({task: self.logits[task] for task in seen})
+        probs = self._probabilities(seen)
         levels = self.clear(
             {task: min(self.traces[task].level, self.targets[task]) for task in seen},
             {task: self.traces[task].level_error for task in seen},
@@ -55,4 +56,7 @@ class MTGRPO(SchedulerPolicy):
             self.logits[task] -= self.config.rate * probs[task] * (scores[task] - mean)
 
     def _preferences(self) -> dict[str, float]:
-        return softmax(self.logits)
+        return self._probabilities(self.tasks)
+
+    def _probabilities(self, tasks: Iterable[str]) -> dict[str, float]:
+        return softmax({task: math.log(self.prior[task]) + self.logits[task] for task in tasks})

@@ -33,20 +33,23 @@ class Straggler(SchedulerPolicy):
         exponent: NotNegative = 1.5
         """How strongly laggards are favoured; 0 = the prior."""
 
-    per_task: ClassVar[tuple[str, ...]] = ("start_deficit",)
+    per_task: ClassVar[tuple[str, ...]] = ("start_level",)
     config: Config
 
     def _start(self) -> None:
-        self.start_deficit = dict.fromkeys(self.tasks, 0.0)
-        """Distance to the target after the first steps."""
+        self.start_level = dict.fromkeys(self.tasks, 1.0)
+        """Level after the first steps."""
 
     def _learn(self, progress: Mapping[str, float]) -> None:
         for task in progress:
             if self.traces[task].steps <= _START_STEPS:
-                self.start_deficit[task] = self.deficit(task)
+                self.start_level[task] = self.traces[task].level
+
+    def _start_deficit(self, task: str) -> float:
+        return max(0.0, self.targets[task] - self.start_level[task])
 
     def _remaining(self, task: str) -> float:
-        start = self.start_deficit[task]
+        start = self._start_deficit(task)
         return self.deficit(task) / start if start > _MIN_START_DEFICIT else 0.0
 
     def _preferences(self) -> dict[str, float]:
@@ -54,7 +57,7 @@ class Straggler(SchedulerPolicy):
         if not any(remaining.values()):
             return dict.fromkeys(self.tasks, 0.0)
         errors = {  # from the level now and the level at the start
-            t: self.traces[t].level_error * math.hypot(1.0, part) / self.start_deficit[t] if part else 0.0
+            t: self.traces[t].level_error * math.hypot(1.0, part) / self._start_deficit(t) if part else 0.0
             for t, part in remaining.items()
         }
         cleared = self.clear(remaining, errors)

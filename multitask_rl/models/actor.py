@@ -26,10 +26,12 @@ from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import (
     add_adapters,
+    base_of,
     load_adapters,
     merge_adapters,
     merged_weights,
-    model_below,
+    models_below,
+    save_base,
 )
 from multitask_rl.models.rope import check_positions, context_length, scale_rope
 from multitask_rl.models.weights import WeightParts, WeightStream, cut_buckets
@@ -66,6 +68,7 @@ class Actor:
         """The engine's own keys asked for in Python; they hold where the run configuration names none."""
         self.device_map: dict[str, str] = {}
         """Devices asked for in Python; they hold where the run configuration names none."""
+        self._base = base_of(model) if config.lora.rank > 0 else {}
         self.policy_version = 0
         self.engine_start: Path | None = None
         """Directory that ``save_for_engine`` wrote, if this actor was loaded from it."""
@@ -226,6 +229,8 @@ class Actor:
             save_in_files(self.model, weights, directory)
         else:
             self.model.save_pretrained(directory, safe_serialization=True)
+        if self.config.lora.rank > 0:
+            save_base(self._base, directory)
         self.tokenizer.save_pretrained(directory)
 
     def keep_weights(self) -> Callable[[], Any]:
@@ -250,7 +255,7 @@ class Actor:
     def load_weights(self, directory: Path) -> None:
         """Restore the weights that ``save`` wrote, in place: the optimizer keeps its references."""
         if self.config.lora.rank > 0:
-            load_adapters(self.model, read_weights(directory))
+            load_adapters(self.model, directory, read_weights(directory), self._base)
         else:
             weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
             copy_weights(self.model, weights, self.parts)
@@ -499,9 +504,9 @@ def load_actor(
         warn_of_slow_bfloat16("model.dtype=bfloat16", "model.dtype=float32", device)
     try:
         trust = {"trust_remote_code": config.trust_remote_code}
-        base = model_below(name)
-        own_words = (Path(name) / "tokenizer_config.json").is_file()
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(name if own_words else base, **trust)
+        *adapters, base = models_below(name)
+        with_words = (own for own in adapters if (Path(own) / "tokenizer_config.json").is_file())
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(next(with_words, base), **trust)
         architecture = AutoConfig.from_pretrained(base, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
@@ -521,8 +526,9 @@ def load_actor(
                 ) from error
             # the model has attention of its own, or none (GPT-OSS, Mamba)
             model = AutoModelForCausalLM.from_pretrained(base, **given)
-        if base != name:
-            model = merge_adapters(model, name, read_weights(Path(name)))
+        for own in reversed(adapters):
+            model = merge_adapters(model, own, read_weights(Path(own)))
+            model.name_or_path = str(Path(own).resolve())  # what further adapters belong to
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one without files
             raise ConfigError(
                 f"model.name_or_path {name!r} has a tokenizer without a word: its files (tokenizer.json, or "
@@ -532,10 +538,10 @@ def load_actor(
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         first = first_line(error)
-        if model_below(name) != name:
+        if (base := models_below(name)[-1]) != name:
             raise ConfigError(
                 f"model.name_or_path {name!r} holds adapters, and the model that they name, "
-                f"{model_below(name)!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "
+                f"{base!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "
                 f"{first}"
             ) from error
         if Path(name).is_dir():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import LoraConfig
@@ -49,15 +50,24 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
             ) from error
 
 
-def model_below(name: str) -> str:
-    """Return the model that the adapters in the directory ``name`` belong to; ``name`` if it holds none.
+def models_below(name: str) -> list[str]:
+    """Return ``name``; if it is a directory of adapters, then the model that they name, and so on.
+
+    The last one holds whole weights: adapters may have been trained over a model with adapters merged in.
 
     Raises:
-        ConfigError: the adapters name no model.
+        ConfigError: adapters name no model.
     """
+    found = [name]
+    while (below := _named_model(found[-1])) not in ("", *found):
+        found.append(below)
+    return found
+
+
+def _named_model(name: str) -> str:
     file = Path(name) / "adapter_config.json"
     if not file.is_file():
-        return name
+        return ""
     found = json.loads(file.read_text(encoding="utf-8"))
     base = str(found.get("base_model_name_or_path") or "") if isinstance(found, dict) else ""
     if not base:
@@ -172,8 +182,39 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
     )
 
 
-def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Restore the adapters that ``save_pretrained`` wrote, in place; CheckpointError if they do not fit."""
+_BASE = "base.json"
+"""File beside adapters that says over which weights they were trained."""
+_SAMPLED = 64
+"""Weights of each tensor that ``base_of`` looks at."""
+
+
+def base_of(model: nn.Module) -> dict[str, str]:
+    """Return type and hash of the weights below the adapters of ``model``, of some 64 of each tensor."""
+    digest, kinds = hashlib.blake2b(digest_size=8), set()
+    for name, value in model.named_parameters():
+        if "lora_" not in name:
+            flat = value.detach().reshape(-1)
+            chosen = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu()
+            digest.update(str(tuple(value.shape)).encode() + chosen.numpy().tobytes())
+            kinds.add(str(value.dtype))
+    return {"dtype": " ".join(sorted(kinds)), "weights": digest.hexdigest()}
+
+
+def save_base(base: Mapping[str, str], directory: Path) -> None:
+    """Write what ``base_of`` returned beside the adapters in ``directory``."""
+    (directory / _BASE).write_text(json.dumps(base), encoding="utf-8")
+
+
+def load_adapters(
+    model: Any, directory: Path, weights: Mapping[str, Tensor], base: Mapping[str, str]
+) -> None:
+    """Restore the adapters that ``Actor.save`` wrote to ``directory``, in place.
+
+    ``weights`` are those of the directory, ``base`` is what ``base_of`` returns of the model.
+
+    Raises:
+        CheckpointError: they do not fit: in names, shapes, scale, or the weights below them.
+    """
     import peft
 
     own = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -193,6 +234,18 @@ def load_adapters(model: Any, weights: Mapping[str, Tensor]) -> None:
             f"the checkpoint's adapters are not the model's: {len(wrong)} are on one side only or differ in "
             f"shape, the first is {wrong[0]!r}. The checkpoint has {_settings_of(saved)}, the model has "
             f"{_settings_of(own)}; set model.lora.* and model.name_or_path as they were"
+        )
+    alpha = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))["lora_alpha"]
+    if alpha != (own_alpha := model.peft_config[model.active_adapter].lora_alpha):
+        raise CheckpointError(
+            f"the checkpoint's adapters were trained with model.lora.alpha={alpha:g}, which scales them, and "
+            f"this run has {own_alpha:g}; set it as it was"
+        )
+    known = json.loads((directory / _BASE).read_text(encoding="utf-8"))
+    if known["dtype"] == base["dtype"] and known != base:  # of another type weights are rounded
+        raise CheckpointError(
+            "the checkpoint's adapters were trained over other weights than those of the present base model; "
+            "set model.name_or_path as it was"
         )
     peft.set_peft_model_state_dict(model, dict(weights))
 

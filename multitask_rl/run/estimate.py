@@ -25,7 +25,7 @@ from multitask_rl.curriculum.quotas import normalise, raise_to_floors
 from multitask_rl.data.render import render_answer, render_prompt
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES, default_device, weight_dtype
-from multitask_rl.models.lora import model_below
+from multitask_rl.models.lora import models_below
 from multitask_rl.plugins import build_config
 from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.plan import RunPlan
@@ -466,7 +466,7 @@ def _empty_model(config: ModelConfig, layers: int = 0, device: str = "meta") -> 
 
     trust = config.trust_remote_code
     try:
-        own = AutoConfig.from_pretrained(model_below(config.name_or_path), trust_remote_code=trust)
+        own = AutoConfig.from_pretrained(models_below(config.name_or_path)[-1], trust_remote_code=trust)
         if layers:
             text = own.get_text_config()
             text.num_hidden_layers = layers

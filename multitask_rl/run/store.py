@@ -144,27 +144,36 @@ class RunStore:
     def reference(self, actor: Actor) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
-        None with adapters: the base model is the reference.
+        A fork has that of the run whose checkpoint it begins from. None with adapters: the base model is the
+        reference.
 
         Raises:
-            CheckpointError: it is damaged or cannot be written.
+            CheckpointError: it is damaged, cannot be written, or is missing and ``actor`` has been trained.
         """
         directory = self.reference_dir
         reference = actor.clone_for_reference()
         if reference is None:
             return None
         is_own = self._owner.resolve() == self._output_dir.resolve()  # else it may be of a former run there
-        if self._found is not None and is_own and directory.is_dir():
+        known = self._owner / directory.name
+        is_known = self._found is not None and known.is_dir()
+        if is_known:
             try:
-                check_files(directory, read_manifest(directory))
+                check_files(known, read_manifest(known))
             except CheckpointError as error:
                 raise CheckpointError(
                     f"the reference policy, against which the KL is measured, is damaged: {error}. Copy "
-                    f"{directory} back from elsewhere; or delete it, then it is made anew from "
+                    f"{known} back from elsewhere; or delete it, then it is made anew from "
                     "model.name_or_path"
                 ) from error
-            copy_weights(reference, fit_weights(reference, read_weights(directory)))
-        elif self._track:
+            copy_weights(reference, fit_weights(reference, read_weights(known)))
+        elif self._found is not None and actor.policy_version:
+            raise CheckpointError(
+                f"{self._owner} keeps no reference policy, and the actor given in Python has made "
+                f"{actor.policy_version} steps, so that the KL would not be to the weights that the run "
+                "began with; give a model that holds these"
+            )
+        if self._track and not (is_known and is_own):
             aside = directory.with_name(f".writing_{directory.name}")
             try:
                 with disk_errors(f"the reference policy {directory}"):

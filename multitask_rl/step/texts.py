@@ -61,12 +61,17 @@ class TextMeter:
         if kls is not None:
             # rounding may leave a KL of equal policies below 0; NaN must stay NaN
             found["kl"] = _per_text([max(own.mean().item(), 0.0) for own in kls])
-        if task.spec.is_scored:
-            turnover = self._turnover(task, evaluation)
-            return replace(evaluation, metrics={**evaluation.metrics, **found, **turnover})
         # the same prompts, whatever was sampled for them
         texts = [[s.prompt_ids, [] if algorithm.has_teacher else s.response_ids] for s in samples]
         digest = hashlib.blake2b(json.dumps(texts, default=list).encode(), digest_size=8).hexdigest()
+        if task.spec.is_scored:
+            turnover = self._turnover(task, evaluation)
+            own = dict.fromkeys(found, digest)
+            return replace(
+                evaluation,
+                metrics={**evaluation.metrics, **found, **turnover},
+                definitions={**evaluation.definitions, **own},
+            )
         metric = next(iter(found))
         return replace(
             evaluation, metric=metric, primary=found.pop(metric), prompts=digest, metrics=found, num_samples=1

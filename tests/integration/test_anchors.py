@@ -13,6 +13,7 @@ from multitask_rl.cli import main
 from multitask_rl.config.run import EvalConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError
+from multitask_rl.statistics.definitions import is_comparable, measured
 from multitask_rl.trainer import Trainer
 from run_builders import build_actor, run_config, undocumented, write_run
 
@@ -24,6 +25,7 @@ tasks:
   chat: {{type: "{ANCHOR}", dataset: digit.jsonl}}
   kept: {{type: "{ANCHOR}", dataset: digit.jsonl, rewards: [rewards.py:starts_right], solved_at: 1}}
 """
+SCORED = "answer: '{reference}{prompt}', rewards: [rewards.py:starts_right]"
 TEXTS = ["the quick brown fox", "a dog", "1 + 1 = 2", "more than the model has positions " * 9]
 
 
@@ -57,6 +59,19 @@ def test_loss_and_kl_of_texts_are_those_of_a_naive_loop(finished):
             assert kl == pytest.approx((p.exp() * (p - q)).sum(-1).mean().item(), abs=1e-5)
     assert history[4]["wiki"].metrics["kl"].mean > 1e-6
     assert history[0]["wiki"].prompts == history[4]["wiki"].prompts
+
+
+def test_loss_over_other_texts_is_another_metric_also_where_responses_are_scored(tmp_path):
+    def measures(keys):
+        write_run(tmp_path, f"tasks:\n  kept: {{type: anchor, dataset: copy.jsonl, {SCORED}{keys}}}\n")
+        with Trainer.from_config(run_config(tmp_path, "out", 1)) as trainer:
+            found = trainer.evaluate()["kept"]
+        return [measured(found, metric) for metric in ("", "turnover", "loss")]
+
+    before, same = measures(""), measures("")
+    other = measures(", algorithm_config: {max_tokens: 1}")
+    assert [is_comparable(*pair) for pair in zip(before, same, strict=True)] == [True, True, True]
+    assert [is_comparable(*pair) for pair in zip(before, other, strict=True)] == [True, True, False]
 
 
 def test_prompts_without_texts_are_answered_by_the_initial_actor_once(finished):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -363,3 +364,39 @@ def test_the_score_of_a_task_is_made_anew_after_steps_evaluations_and_a_resume()
     other.load_state_dict(policy.state_dict())
     assert policy.weights() == other.weights()
     assert policy.weights()["a"] > 0.9
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [DeficitLearnability, MTGRPO, Straggler, Learnability, Bandit, TAC, Patience],
+    ids=lambda c: c.__name__,
+)
+def test_after_a_resume_shares_are_in_proportion_to_the_new_weights(cls: type[SchedulerPolicy]) -> None:
+    same = {task: _stats(task, 0.4, num_prompts=16) for task in "abc"}
+
+    def resumed(weights: dict[str, float]) -> SchedulerPolicy:
+        unit = dict.fromkeys(weights, (0.0, 1.0))
+        policy = cls(cls.Config(), list(weights), weights, {}, unit)
+        policy.load_state_dict(state, {})
+        for step in range(400):
+            policy.update({task: same[task] for task in weights}, step)
+        return policy
+
+    before = _build(cls)
+    for step in range(400):
+        before.update({task: same[task] for task in "ab"}, step)
+    state = json.loads(json.dumps(before.state_dict()))
+    assert resumed({"a": 3.0, "b": 1.0}).weights() == pytest.approx({"a": 0.75, "b": 0.25}, rel=1e-3)
+    third = 1.0 / 3.0
+    assert resumed(dict.fromkeys("abc", 1.0)).weights() == pytest.approx(
+        dict.fromkeys("abc", third), rel=1e-3
+    )
+
+
+def test_a_new_target_is_compared_with_the_level_that_a_task_began_at() -> None:
+    before = _build(Straggler, targets={"a": 0.5})
+    for step in range(60):
+        before.update({task: _stats(task, 0.1 + 0.3 * min(step, 40) / 40) for task in "ab"}, step)
+    after = _build(Straggler)
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())), {})
+    assert after.weights() == pytest.approx({"a": 0.5, "b": 0.5})

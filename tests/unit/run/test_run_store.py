@@ -1,5 +1,7 @@
 """What a run reads back from its directory is what it wrote, or it is refused with words."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -34,6 +36,25 @@ def equal(model, other):
 
 def test_the_reference_is_what_the_run_began_with(run):
     assert equal(reference(run, build_actor(1)), build_actor(0).model)
+
+
+def test_a_fork_has_the_reference_of_the_run_that_it_begins_from(run, tmp_path):
+    trained = build_actor(1)
+    trained.policy_version = 4
+    resume = str(next((run / "checkpoints").glob("step_*")))
+    for number in range(2):  # the second one finds the copy that the first has made
+        store = RunStore(tmp_path / "fork", CheckpointConfig(resume=resume))
+        assert equal(store.reference(trained), build_actor(0).model), number
+        store.close()
+    assert (tmp_path / "fork" / "reference" / "manifest.json").is_file()
+
+
+def test_trained_weights_do_not_become_the_reference_of_a_run_that_has_none(run):
+    shutil.rmtree(run / "reference")
+    trained = build_actor(1)
+    trained.policy_version = 4
+    with pytest.raises(CheckpointError, match=r"has made 4 steps.* give a model that holds these"):
+        reference(run, trained)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])

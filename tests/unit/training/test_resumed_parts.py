@@ -9,7 +9,7 @@ from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, Optim
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.models.actor import Actor, load_actor
-from multitask_rl.models.lora import add_adapters
+from multitask_rl.models.lora import add_adapters, models_below
 from multitask_rl.records import SamplingParams
 from multitask_rl.step.task_state import TaskState, build_algorithms
 from multitask_rl.training.backend import LearnerTask
@@ -32,8 +32,10 @@ def test_adapters_start_by_the_seed_of_the_run(tmp_path) -> None:
     assert not torch.equal(adapters(1), first)
 
 
-def adapted(rank: int, targets: str = "all-linear", *, seed: int = 0) -> Actor:
-    actor, lora = build_actor(), LoraConfig(rank=rank, target_modules=targets)
+def adapted(
+    rank: int, targets: str = "all-linear", alpha: float = 32.0, base: int = 0, *, seed: int = 0
+) -> Actor:
+    actor, lora = build_actor(base), LoraConfig(rank=rank, target_modules=targets, alpha=alpha)
     adapted = Actor(add_adapters(actor.model, lora, seed), actor.tokenizer, ModelConfig(lora=lora))
     for name, parameter in adapted.model.named_parameters():
         if "lora_B" in name:
@@ -55,8 +57,10 @@ def adapted(rank: int, targets: str = "all-linear", *, seed: int = 0) -> Actor:
         ((4, "q_proj,k_proj"), (4, "q_proj"), r"4 are on one side only.*'base_model.*k_proj"),
         ((4, "q_proj"), (4, "q_proj,k_proj"), r"4 are on one side only.*'base_model.*k_proj"),
         ((4, "q_proj"), (8, "q_proj"), r"rank=4 .* the model has .*rank=8"),
+        ((4, "q_proj", 8), (4, "q_proj"), r"trained with model\.lora\.alpha=8, .* this run has 32"),
+        ((4, "q_proj"), (4, "q_proj", 32, 7), r"other weights than those of the present base model"),
     ],
-    ids=["full-to-lora", "lora-to-full", "other-modules", "fewer", "more", "rank"],
+    ids=["full-to-lora", "lora-to-full", "other-modules", "fewer", "more", "rank", "alpha", "base"],
 )
 def test_adapters_are_loaded_whole_or_refused_by_what_to_set(tmp_path, saved, resumed, message) -> None:
     (adapted(*saved) if saved[0] else build_actor()).save(tmp_path)
@@ -75,6 +79,31 @@ def test_adapters_that_fit_are_loaded_bitwise(tmp_path, targets) -> None:
     second.load_weights(tmp_path)
     expected = first.model.state_dict()
     assert all(torch.equal(expected[name], value) for name, value in second.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_adapters_over_a_model_with_adapters_merged_in_load_as_they_were_trained(tmp_path) -> None:
+    def logits(actor: Actor) -> torch.Tensor:
+        with torch.no_grad():
+            return actor.model(input_ids=torch.tensor([[2, 5, 7, 3]])).logits
+
+    def trained(base: str, name: str) -> Actor:
+        actor = load_actor(ModelConfig(name_or_path=str(tmp_path / base), lora=LoraConfig(rank=2)), "cpu")
+        for parameter_name, parameter in actor.model.named_parameters():
+            if "lora_B" in parameter_name:
+                torch.nn.init.normal_(parameter, std=0.5)
+        actor.save(tmp_path / name)
+        return actor
+
+    build_actor().save(tmp_path / "whole")
+    first, second = trained("whole", "first"), trained("first", "second")
+    again = load_actor(ModelConfig(name_or_path=str(tmp_path / "second")), "cpu")
+    torch.testing.assert_close(logits(again), logits(second))
+    assert (logits(second) - logits(first)).abs().max() > 1e-2
+    trained("second", "third")
+    assert models_below(str(tmp_path / "third")) == [
+        str(tmp_path / n) for n in ("third", "second", "first", "whole")
+    ]
 
 
 def test_rows_of_another_vocabulary_are_not_taken_for_control_tokens(tmp_path) -> None:
