@@ -74,6 +74,8 @@ class Supervisor:
         forced = last or self.progress.evaluated_at < 0  # the end; the beginning of a run or fork
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
+        if not evaluates and self.store.resumed_at == step:
+            self._measure_new()
         with finishing():  # an evaluation is recorded and saved with its effects, or not at all
             if judged is not None and not self._conclude(*judged):
                 return False
@@ -88,6 +90,38 @@ class Supervisor:
             if evaluates if self.progress.saved_at == step else due:
                 self.save()
         return True
+
+    def _measure_new(self) -> None:
+        """At a resume, record how the weights solve the tasks that are new or have other rewards.
+
+        Else their first value would be of weights that have been trained on them. No controller reads it.
+        """
+        new, self.state.unmeasured = self.state.unmeasured, []
+        if new:
+            evaluations = self.evaluator.evaluate(self.progress.step, tasks=new)
+            self._record(evaluations, {})
+
+    def _record(self, evaluations: dict[str, TaskEvaluation], numbers: Mapping[str, float]) -> None:
+        """Write ``evaluations``, their metrics and further ``numbers`` to records and trackers."""
+        append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
+        per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
+        limits: dict[str, float] = {}
+        for name, evaluation in evaluations.items():
+            for key, statistic in evaluation.metrics.items():
+                if key.startswith(PREFIX):
+                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = statistic.mean
+                else:
+                    per_task[name][f"eval_{key}"] = statistic.mean
+        directions = {name: e.primary.direction for name, e in evaluations.items()}
+        # a mean of rates and of the logits of a reward model would say nothing
+        judged = self._counted(evaluations)
+        among = [e.task for e in judged if math.isfinite(e.primary.high - e.primary.low)]
+        among = among or [e.task for e in judged]
+        flat = aggregate(per_task, "eval", directions, among)
+        if len(evaluations) < len(self.tasks):  # a mean over some tasks is not one over all
+            flat = {key: value for key, value in flat.items() if key.startswith("task/")}
+        self.trackers.log_metrics({**flat, **limits, **numbers}, self.progress.step)
+        self.trackers.log_evaluation(evaluations, self.progress.step)
 
     def save(self) -> None:
         """Write a checkpoint, with score and verdict if these weights were evaluated."""
@@ -157,25 +191,8 @@ class Supervisor:
         )
         self._known = CheckpointEntry(step=step, score=score, score_of=named)
         self.progress.history.append((step, evaluations))
-        append_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", evaluations)
-        per_task = {name: {"eval": e.primary.mean} for name, e in evaluations.items()}
-        limits: dict[str, float] = {}
-        for name, evaluation in evaluations.items():
-            for key, statistic in evaluation.metrics.items():
-                if key.startswith(PREFIX):
-                    limits[f"eval/{name}/{key.removeprefix(PREFIX)}"] = statistic.mean
-                else:
-                    per_task[name][f"eval_{key}"] = statistic.mean
-        directions = {name: e.primary.direction for name, e in evaluations.items()}
-        # a mean of rates and of the logits of a reward model would say nothing
-        judged = self._counted(evaluations)
-        among = [e.task for e in judged if math.isfinite(e.primary.high - e.primary.low)]
-        among = among or [e.task for e in judged]
-        numbers = {**aggregate(per_task, "eval", directions, among), **limits, "time/evaluation_s": seconds}
-        if score is not None:
-            numbers["eval/score"] = score
-        self.trackers.log_metrics(numbers, step)
-        self.trackers.log_evaluation(evaluations, step)
+        numbers = {"time/evaluation_s": seconds} | ({} if score is None else {"eval/score": score})
+        self._record(evaluations, numbers)
         if _is_due(step, self.config.eval.every):
             rewards = {n: e.metrics[REWARD] for n, e in deciding.items() if REWARD in e.metrics}
             means = {n: reward.mean for n, reward in rewards.items()}

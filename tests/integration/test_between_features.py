@@ -32,6 +32,7 @@ from multitask_rl.records import Prompt, Rollout, Scored
 from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
 from multitask_rl.statistics.definitions import definitions
+from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import has_spread
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
@@ -396,7 +397,7 @@ def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read
     capsys.readouterr()
     assert main(["report", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert "copy: not compared with the evaluations at steps 0, 2, 4, 6," in shown
+    assert "copy: not compared with the evaluations at steps 0, 2, 4," in shown
     assert "of the same definition" in shown
     train(run_config(tmp_path, "new", 2, **SMALL))
     (tmp_path / "tasks.yaml").write_text(COPY)
@@ -685,6 +686,32 @@ def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
     always = {"tasks": {"third": {key: named[key] for key in named if key != "former_names"}}}
     assert config_difference(found.config, found.config | always) == {}, "its names are no setting"
     assert recorded_config(tmp_path / "out").tasks.keys() == {"third"}
+
+
+def test_a_resume_measures_what_is_new_before_it_trains_on_it(tmp_path):
+    def rows():
+        found = map(json.loads, (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines())
+        return [(row["task"], row["step"]) for row in found]
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    write_run(tmp_path, COPY, num_rows=60)
+    train(run_config(tmp_path, "out", 4, **SMALL))
+    assert rows() == [("copy", step) for step in (0, 2, 4)]
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
+    for _ in range(2):  # the second time what the first one has measured is cut, and measured again
+        resumed = Trainer.from_config(run_config(tmp_path, "out", 6, **SMALL))
+        resumed.insert_stage(Stage("stop", stop, consumes=Scored, produces=Scored), after="rewards")
+        with pytest.raises(KeyboardInterrupt):
+            resumed.train()
+        assert rows()[3:] == [("digit", 4)]
+    trainer = train(run_config(tmp_path, "out", 6, **SMALL))
+    assert rows()[3:] == [("digit", 4), ("copy", 6), ("digit", 6)]
+    assert [step for step, _ in trainer.history] == [6], "no controller has read it"
+    (tmp_path / "tasks.yaml").write_text(COPY.replace("starts_right", "is_short") + DIGIT)
+    train(run_config(tmp_path, "out", 8, **SMALL))
+    assert rows()[6:] == [("copy", 6), ("copy", 8), ("digit", 8)]
 
 
 def test_a_renamed_task_keeps_the_rows_that_carry_its_former_name(tmp_path):
