@@ -30,6 +30,7 @@ _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
+_FRACTION = re.compile(r"\\[dt]?frac|\d\s*/\s*(?!100\b)\d")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
@@ -42,7 +43,9 @@ class MathAnswer:
     else (``answer: any``) the last expression. LaTeX, fractions, intervals, sets, units and percentages
     are compared by value. "5%" is 5 only where the reference or the question speaks of percent; elsewhere it
     is 0.05. An empty response, or one without an answer, scores 0. A repetition of the
-    question is no answer: its last number is the right one in 2 % of the rows of common data sets.
+    question is no answer: its last number is the right one in 2 % of the rows of common data sets. Where the
+    reference is a number, a computation is no answer: "12 * 34" is right without being worked out, and a
+    policy that is rewarded for it learns to repeat the question's numbers.
 
     What it cannot see: whether the way to the answer is right.
     """
@@ -161,7 +164,32 @@ def _parse_reference(reference: str) -> tuple[Any, ...]:
 
 def _equal(gold: tuple[Any, ...], answer: str) -> bool:
     parse, verify = _library()
-    return bool(verify(list(gold), parse(answer, parsing_timeout=None), timeout_seconds=None))
+    found = parse(answer, parsing_timeout=None)
+    if found and _is_number(gold[0]) and not isinstance(found[0], str):
+        # the parser has worked out \frac{12}{4}: only the text shows the division
+        is_division = bool(gold[0].is_Integer and _FRACTION.search(str(found[-1])))
+        if is_division or not _is_number(found[0]):
+            return False
+    return bool(verify(list(gold), found, timeout_seconds=None))
+
+
+def _is_number(value: Any) -> bool:
+    """Whether ``value``, as math-verify reads it, is a number and no computation that is left to do.
+
+    Numbers may have a sign, a denominator, a percent sign or a power of ten.
+    """
+    value = getattr(value, "rhs", value)  # x = 408
+    if isinstance(value, str) or not getattr(value, "is_number", False):
+        return False
+    parts = value.args if value.is_Mul else (value,)
+    parts = [part for part in parts if part != -1 and part * 100 != 1]  # sign, percent
+    powers = [part for part in parts if part.is_Pow]
+    numbers = [part for part in parts if part.is_Number]
+    return (
+        len(numbers) + len(powers) == len(parts)
+        and max(len(numbers), len(powers)) <= 1
+        and all(p.exp == -1 if p.base != 10 else p.exp.is_Integer for p in powers)
+    )
 
 
 def _canonical(answer: str) -> str:

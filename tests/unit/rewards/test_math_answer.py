@@ -99,7 +99,7 @@ def test_missing_or_unusable_reference_is_a_data_failure():
 def test_works_off_the_main_thread():
     # math_verify's own limit needs SIGALRM, which only the main thread may set.
     results: list[float] = []
-    thread = threading.Thread(target=lambda: results.append(value(r"\boxed{\frac{144}{2}}")))
+    thread = threading.Thread(target=lambda: results.append(value(r"\boxed{72.0}")))
     thread.start()
     thread.join()
     assert results == [1.0]
@@ -149,6 +149,38 @@ def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
     row = {"reference": reference, "prompt": question}
     reward = MathAnswer(MathAnswer.Config())
     assert reward.score([rollout(response, **row)]) == [Score(value=value)]
+
+
+@pytest.mark.parametrize(
+    ("reference", "right", "left_to_do"),
+    [
+        ("408", "12 * 34 = 408", "12 * 34"),
+        ("408", r"\boxed{408.0}", r"\boxed{12 \cdot 34}"),
+        ("408", "$x=408$", r"$x = 12 \times 34$"),
+        ("5", "8 - 3 = 5 apples", "The answer is 8 - 3 apples"),
+        ("3", "12/4 = 3", "12/4"),
+        ("3", "3", r"$\frac{12}{4}$"),
+        ("0.75", "3/4", "1/2 + 1/4"),
+        (r"\frac{1}{2}", "0.5", r"$2 \cdot \frac{1}{4}$"),
+        ("4.5", r"$4\frac{1}{2}$", "9 * 0.5"),
+        ("42/29", "84/58", "40/29 + 2/29"),
+        ("1500", r"$1.5 \times 10^{3}$", r"$15 \cdot 100$"),
+        ("512", "512", "2^9"),
+        ("120", "120", "$5!$"),
+        ("50", "50", "100 * 50%"),
+        ("2", "200%", r"$\sqrt{4}$"),
+    ],
+)
+def test_a_computation_that_is_left_to_do_is_no_number(reference, right, left_to_do):
+    assert value(right, reference) == 1.0
+    assert value(left_to_do, reference) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reference", "response"), [(r"11\sqrt2", r"\boxed{\sqrt{242}}"), ("2^{10}", "$2^{10}$")]
+)
+def test_where_the_reference_is_no_plain_number_equal_expressions_count(reference, response):
+    assert value(response, reference) == 1.0
 
 
 @pytest.mark.parametrize(
