@@ -71,7 +71,7 @@ SETTINGS: Mapping[str, Any] = {
 COMPARED = ("worst", "mean", "level/", "flagged", "kl/questions", "loss/prose")
 """Metrics of the tables; ``level/`` is those of all tasks."""
 PAIRS = (
-    *(("uniform", arm) for arm in ("default", "prior_40", "tac", "static_best")),
+    *(("uniform", arm) for arm in ("default", "sharpness_3", "prior_40", "tac", "static_best")),
     ("no_constraint", "default"),
     ("fault_no_guard", "fault"),
 )

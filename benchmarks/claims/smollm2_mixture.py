@@ -1,9 +1,8 @@
 """The scheduler's policies on the chat model where its tasks differ in what they have left to learn.
 
-Four tasks whose answers are short, so that a step takes a fifth of the time of one of ``smollm2``: sums and
-products, which the model solves as soon as it answers with a number alone; the largest of three or four
-numbers and the kind of a thing, which it learns slowly. No test prompt is a training prompt, and none asks
-for a thing that training prompts ask for.
+Four tasks whose answers are short, so that a step takes a fifth of the time of one of ``smollm2``: sums,
+products, the largest of three or four numbers and the kind of a thing. No test prompt is a training prompt,
+and none asks for a thing that training prompts ask for.
 """
 
 from __future__ import annotations
@@ -136,7 +135,7 @@ def _arm(name: str, **scheduler: Any) -> Arm:
 CLAIM = Claim(
     name="smollm2_mixture",
     statement=(
-        "On SmolLM2-135M-Instruct, four tasks of which two are soon solved, paired over seeds: the default "
+        "On SmolLM2-135M-Instruct, four tasks with short answers, paired over seeds: the default "
         "scheduler's worst task is better than with equal shares and its mean not worse."
     ),
     steps=20,
@@ -144,6 +143,7 @@ CLAIM = Claim(
         _arm("base"),
         _arm("default"),
         _arm("prior_40", policy_config={"prior_prompts": 40}),
+        _arm("sharpness_3", policy_config={"sharpness": 3}),
         _arm("uniform", policy="uniform"),
         _arm("tac", policy="tac"),
     ),
