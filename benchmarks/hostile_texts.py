@@ -117,6 +117,8 @@ def _number(stream: random.Random) -> Case:
     wrong = [f"{other}{whole}{part}", f"{right}1" if part else f"{right}0", f"{sign}1{whole}{part}"]
     wrong += [f"{right}%", f"{sign}{whole[:-1] or 0}{(int(whole[-1]) + 1) % 10}{part}", f"{right} or 77"]
     wrong += [f"{sign}{whole}{part[1:]}"] if part else [f"{right}/7", f"{right}.5"]
+    # computations that are not worked out
+    wrong += [f"{right} - 7 + 7", f"{right} * 1"]
     same = [right, f" {right}. ", f"**{right}**", f"{right}0" if part else f"{right}.0"]
     same += [f"{sign}{int(whole):,}{part}", f"\u2212{whole}{part}" if sign else f"+{right}"]
     return right, wrong, same
@@ -129,6 +131,7 @@ def _fraction(stream: random.Random) -> Case:
     right = f"{top}/{bottom}"
     wrong = [f"{bottom}/{top}", f"-{right}", f"{top + 1}/{bottom}", f"{top}/{bottom}0", f"{top}{bottom}"]
     wrong += [f"{top}.{bottom}1", f"{top}", f"1 {right}", rf"\frac{{{bottom}}}{{{top}}}"]
+    wrong += [f"{top - 1}/{bottom} + 1/{bottom}", f"{top} * 1/{bottom}"]  # not worked out
     same = [right, f"**{right}**", f"{right}.", f"{2 * top}/{2 * bottom}", f"{top} / {bottom}"]
     same += [rf"$\frac{{{top}}}{{{bottom}}}$", rf"$\dfrac{{{top}}}{{{bottom}}}$"]
     return right, wrong, same
