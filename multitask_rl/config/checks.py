@@ -152,7 +152,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if spec.kind in ("anchor", "sft") and spec.environment:
         raise ConfigError(
             f"{where.at('environment')}: a task of type {spec.kind} has one turn; leave environment out, or "
-            "take another type"
+            "take a type that samples episodes, such as grpo"
         )
     if spec.kind == "sft" and spec.constraints:
         raise ConfigError(
@@ -300,10 +300,11 @@ def _check_dataset(where: Where, dataset: str) -> None:
         beside = f"in {str(Path(where.file).parent)!r} or " if where.line > 0 else ""
         allowed = f"a file {beside}in the working directory whose name ends in {', '.join(DATA_SUFFIXES)}"
         path = Path(dataset).expanduser()
-        if where.line > 0 and not path.exists():
-            path = Path(where.file).parent / path
-        if path.parent.is_dir():
-            allowed += suggest(path.name, (file.name for file in path.parent.iterdir()))
+        with path_errors(f"{where}: the data set", dataset, allowed):
+            if where.line > 0 and not path.exists():
+                path = Path(where.file).parent / path
+            if path.parent.is_dir():
+                allowed += suggest(path.name, (file.name for file in path.parent.iterdir()))
         with path_errors(f"{where}: the data set", path, allowed):
             path.open("rb").close()
         if not dataset.endswith(DATA_SUFFIXES):

@@ -353,7 +353,7 @@ def check_rows(
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
-        if spec.prompt and not render_content(spec, row):
+        if not render_content(spec, row) and spec.prompt and not spec.environment:
             raise DataError(
                 f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: {_start(row)}); give it "
                 f"a text, or leave the row out (the task's prompt is {spec.prompt!r})"

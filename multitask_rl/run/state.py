@@ -101,7 +101,7 @@ class RunState:
         self.has_new_tasks = False
         """The checkpoint that was restored has other tasks, or other rewards in one of them."""
         self.unmeasured: list[str] = []
-        """Tasks of which no evaluation of the restored weights is known: new ones, or of other rewards."""
+        """Tasks that the restored checkpoint lacks, or whose primary metric it defines otherwise."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
@@ -182,6 +182,7 @@ class RunState:
         self._learner.bad_updates = state["bad_updates"]
 
     def _load_tasks(self, state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
+        self.unmeasured = []
         for name, task in self._tasks.items():
             known = state.get(name) or state.get(task.spec.renamed_from)
             if known is None:
@@ -190,8 +191,8 @@ class RunState:
             task.load_state_dict(copy.deepcopy(self._fresh[name]))
             if known is not None:
                 task.load_state_dict(known)
-        known = {name for name, t in self._tasks.items() if name in state or t.spec.renamed_from in state}
-        self.unmeasured = [n for n, t in self._tasks.items() if n not in known or t.is_redefined("")]
+            if known is None or task.is_redefined(""):
+                self.unmeasured.append(name)
         former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
         is_same = len(state) == len(self._tasks) and not state.keys() - self._tasks.keys() - former
         self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())

@@ -74,8 +74,10 @@ class Supervisor:
         forced = last or self.progress.evaluated_at < 0  # the end; the beginning of a run or fork
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
-        if not evaluates and self.store.resumed_at == step:
-            self._measure_new()
+        new, self.state.unmeasured = self.state.unmeasured, []
+        if new and not evaluates:
+            # else a new task's first value would be of weights trained on it; no controller reads this one
+            self._record(self.evaluator.evaluate(step, tasks=new), {})
         with finishing():  # an evaluation is recorded and saved with its effects, or not at all
             if judged is not None and not self._conclude(*judged):
                 return False
@@ -90,16 +92,6 @@ class Supervisor:
             if evaluates if self.progress.saved_at == step else due:
                 self.save()
         return True
-
-    def _measure_new(self) -> None:
-        """At a resume, record how the weights solve the tasks that are new or have other rewards.
-
-        Else their first value would be of weights that have been trained on them. No controller reads it.
-        """
-        new, self.state.unmeasured = self.state.unmeasured, []
-        if new:
-            evaluations = self.evaluator.evaluate(self.progress.step, tasks=new)
-            self._record(evaluations, {})
 
     def _record(self, evaluations: dict[str, TaskEvaluation], numbers: Mapping[str, float]) -> None:
         """Write ``evaluations``, their metrics and further ``numbers`` to records and trackers."""

@@ -102,7 +102,8 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
 
     ``definition_of`` finds the one of a metric. ``""``: the primary metric; ``solved``: pass@k, maj@k and
     turnover; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all metrics of
-    constraints; ``rule/<name>``: the costs of one constraint. Others (``length``, ``loss``) have no hash.
+    constraints; ``rule/<name>``: the costs of one constraint. Others (``length``) have no hash here;
+    ``TextMeter`` adds one of the texts for ``loss`` and ``kl`` of an anchor with rewards.
 
     The reward's hash covers every reward with a weight, its weight, the penalties and ``rejected_reward``;
     where a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import logging
 import math
 import re
@@ -158,8 +157,8 @@ class ConsoleTracker(Tracker):
         )  # not an evaluation, nor the guard
         self._numbers.update(metrics)
         if is_step:  # a task without samples has no rates
-            for view, rate in itertools.product(self._tasks.values(), _RATES.values()):
-                view.numbers.pop(rate, None)
+            for view in self._tasks.values():
+                view.numbers = {k: v for k, v in view.numbers.items() if k not in _RATES.values()}
         for key, value in metrics.items():
             area, *rest = key.split("/", 2)
             if area == "task" and len(rest) == 2:

@@ -30,7 +30,8 @@ _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
-_FRACTION = re.compile(r"\\[dt]?frac|\d\s*/\s*(?!100\b)\d")
+_DIVISION = re.compile(r"\\[cdt]?frac|\\(?:over|div)(?![a-z])|[\d)}]\s*[/:÷]\s*[\d({\\]")
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\s*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
@@ -45,7 +46,8 @@ class MathAnswer:
     is 0.05. An empty response, or one without an answer, scores 0. A repetition of the
     question is no answer: its last number is the right one in 2 % of the rows of common data sets. Where the
     reference is a number, a computation is no answer: "12 * 34" is right without being worked out, and a
-    policy that is rewarded for it learns to repeat the question's numbers.
+    policy that is rewarded for it learns to repeat the question's numbers. Fractions count, unless the
+    reference is a whole number.
 
     What it cannot see: whether the way to the answer is right.
     """
@@ -87,7 +89,7 @@ class MathAnswer:
         reference = value_of(rollout.row, self.config.reference_column, "math_answer")
         if isinstance(reference, Failure):
             return reference
-        reference = _write_out(str(reference).strip().strip("$").strip())
+        reference = _write_out(_WRAPPED.sub(r"\1", str(reference)).strip().strip("$").strip())
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
@@ -97,15 +99,17 @@ class MathAnswer:
             return Score(value=0.0)
         if _are_guesses(answer) and not _are_guesses(reference):
             return Score(value=0.0)
-        answer = _write_out(answer)
+        answer = _write_out(_WRAPPED.sub(r"\1", answer))
         if "\\" in answer and "$" not in answer and not _WORD.search(answer):
             # Without dollar signs math-verify would read the fraction alone in 4\frac{1}{2}.
             answer = f"${answer.rstrip(' .,')}$"
         readings = [answer, _PERCENT_SIGN.sub("", answer)]
+        is_percent = False
         if not _PERCENT.search(f"{reference} {question_of(rollout)}"):
-            readings = [_PERCENT_SIGN.sub("/100", answer)]
+            readings, is_percent = [_PERCENT_SIGN.sub("/100", answer)], bool(_PERCENT_SIGN.search(answer))
         is_right = any(
-            _bare(text) == _bare(reference) or _equal(gold, text) for text in dict.fromkeys(readings)
+            _bare(text) == _bare(reference) or _equal(gold, text, is_percent=is_percent)
+            for text in dict.fromkeys(readings)
         )
         return Score(value=float(is_right), answer=_canonical(readings[-1]))
 
@@ -162,13 +166,15 @@ def _parse_reference(reference: str) -> tuple[Any, ...]:
     return tuple(parse(f"${reference}$", parsing_timeout=None) or ()) if reference else ()
 
 
-def _equal(gold: tuple[Any, ...], answer: str) -> bool:
+def _equal(gold: tuple[Any, ...], answer: str, *, is_percent: bool = False) -> bool:
+    """Whether ``answer`` states the value of ``gold``; with ``is_percent``, "/100" is a percent sign."""
     parse, verify = _library()
     found = parse(answer, parsing_timeout=None)
     if found and _is_number(gold[0]) and not isinstance(found[0], str):
         # the parser has worked out \frac{12}{4}: only the text shows the division
-        is_division = bool(gold[0].is_Integer and _FRACTION.search(str(found[-1])))
-        if is_division or not _is_number(found[0]):
+        stated = str(found[-1]).rpartition("=")[2]
+        stated = stated.replace("/100", "") if is_percent else stated
+        if not _is_number(found[0]) or (gold[0].is_Integer and _DIVISION.search(stated)):
             return False
     return bool(verify(list(gold), found, timeout_seconds=None))
 
@@ -176,7 +182,7 @@ def _equal(gold: tuple[Any, ...], answer: str) -> bool:
 def _is_number(value: Any) -> bool:
     """Whether ``value``, as math-verify reads it, is a number and no computation that is left to do.
 
-    Numbers may have a sign, a denominator, a percent sign or a power of ten.
+    A number has one factor besides sign, percent sign, denominator and a power of ten.
     """
     value = getattr(value, "rhs", value)  # x = 408
     if isinstance(value, str) or not getattr(value, "is_number", False):

@@ -27,7 +27,7 @@ from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import get_dataloader
 from multitask_rl.errors import ConfigError, RewardError
 from multitask_rl.guard.base import Guard
-from multitask_rl.guard.decision import GuardDecision
+from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
 from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
@@ -712,6 +712,30 @@ def test_a_resume_measures_what_is_new_before_it_trains_on_it(tmp_path):
     (tmp_path / "tasks.yaml").write_text(COPY.replace("starts_right", "is_short") + DIGIT)
     train(run_config(tmp_path, "out", 8, **SMALL))
     assert rows()[6:] == [("copy", 6), ("copy", 8), ("digit", 8)]
+
+
+def test_a_rollback_past_a_resume_measures_the_new_task_at_its_target(tmp_path):
+    class Back(Guard):
+        is_done = False
+
+        def observe(self, step, evaluations, confirm=None):
+            if step == 6 and not self.is_done:
+                self.is_done = True
+                return GuardDecision(action=GuardAction.rollback, reason="planted", task="copy")
+            return GuardDecision(judged_good=step <= 2)
+
+    write_run(tmp_path, COPY, num_rows=60)
+    first = Trainer.from_config(run_config(tmp_path, "out", 4, **SMALL))
+    first.add_guard(Back())
+    first.train()
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
+    second = Trainer.from_config(run_config(tmp_path, "out", 8, **SMALL))
+    second.add_guard(Back())
+    second.train()
+    found = map(json.loads, (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines())
+    steps = [row["step"] for row in found if row["task"] == "digit"]
+    assert steps[:3] == [4, 6, 2], "at the resume, before the rollback, at its target"
+    assert list(read_run(tmp_path / "out").evaluations["digit"][0].values)
 
 
 def test_a_renamed_task_keeps_the_rows_that_carry_its_former_name(tmp_path):

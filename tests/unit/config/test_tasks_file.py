@@ -182,6 +182,7 @@ OK = "rewards: [math_answer]"
             f"tasks:\n  m:\n    {OK}\n    dataset: data/sum.jsonl\n",
             ["tasks.yaml:4", "data/sum.jsonl' does not exist", "did you mean 'sums.jsonl'"],
         ),
+        (f"tasks:\n  m:\n    {OK}\n    dataset: {'x' * 300}.jsonl\n", ["tasks.yaml:4", "File name too long"]),
         (f"tasks:\n  m:\n    {OK}\n    dataset: a b c\n", ["tasks.yaml:4", "Hugging Face id"]),
         (f"tasks:\n  m:\n    {OK}\n    dataset: plugin:nope\n", ["tasks.yaml:4", "unknown task 'nope'"]),
         ("tasks:\n  m:\n    type: grpo\n", ["tasks.yaml:2", "neither rewards nor constraints"]),

@@ -169,6 +169,11 @@ def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
         ("120", "120", "$5!$"),
         ("50", "50", "100 * 50%"),
         ("2", "200%", r"$\sqrt{4}$"),
+        ("7", r"$\frac{84}{12} = 7$", r"$7 = \frac{84}{12}$"),
+        ("80", r"\boxed{240 / 3 = 80}", "240 / 3"),
+        ("20", r"\text{20}", "2000/100"),
+        ("7", r"\boxed{\mathbf{7}}", r"$14 \div 2$"),
+        ("3", "3", r"\boxed{(12)/(4)}"),
     ],
 )
 def test_a_computation_that_is_left_to_do_is_no_number(reference, right, left_to_do):
