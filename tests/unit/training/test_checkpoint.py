@@ -97,7 +97,7 @@ def test_nothing_is_pickled(tmp_path):
     path = save(CheckpointStore(tmp_path, keep=1), 1)
     suffixes = {p.suffix for p in path.rglob("*") if p.is_file() and p.parent.name != "actor"}
     assert suffixes == {".json", ".safetensors"}
-    assert json.loads((path / "manifest.json").read_text())["format"] == 2
+    assert json.loads((path / "manifest.json").read_text())["format"] == 3
 
 
 def test_a_rollback_forgets_newer_checkpoints(tmp_path):
