@@ -241,7 +241,7 @@ def load_adapters(
             f"this run has {own_alpha:g}; set it as it was"
         )
     known = json.loads((directory / _BASE).read_text(encoding="utf-8"))
-    # weights of another type are rounded: nothing to compare. Merged adapters are, by each processor its way
+    # weights of another type are rounded, so not compared; merging adapters rounds differently per processor
     pairs = zip(known["means"], base["means"], strict=False)
     is_same = all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
     if known["dtype"] == base["dtype"] and not (is_same and len(known["means"]) == len(base["means"])):
