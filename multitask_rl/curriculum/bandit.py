@@ -43,7 +43,7 @@ class Bandit(SchedulerPolicy):
 
     def _start(self) -> None:
         self.log_values = dict.fromkeys(self.tasks, 0.0)
-        """What was learnt, above the logarithm of the prior: at a resume the weights may be others."""
+        """Learnt difference from the logarithm of the prior; a resume may change the prior."""
         self.scale = dict.fromkeys(self.tasks, _MIN_SCALE)
         """Largest recent change of each task's level; decays by 1 % per step."""
 

@@ -39,7 +39,7 @@ class MTGRPO(SchedulerPolicy):
 
     def _start(self) -> None:
         self.logits = dict.fromkeys(self.tasks, 0.0)
-        """What was learnt, above the logarithm of the prior: at a resume the weights may be others."""
+        """Learnt difference from the logarithm of the prior; a resume may change the prior."""
 
     def _learn(self, progress: Mapping[str, float]) -> None:
         seen = [task for task in self.tasks if self.traces[task].steps]

@@ -174,7 +174,7 @@ def observe_groups(report: StepReport, tasks: Mapping[str, TaskState]) -> list[E
     events: list[Event] = []
     for name, groups in by_group(report.drawn).items():
         stream, task = tasks[name].stream, tasks[name]
-        if stream is not None:
+        if stream is not None and task.spec.curriculum.by:  # other streams do not listen
             draws = {key: group[0].rollout.prompt.draw for key, group in groups.items()}
             earned = {draws[key]: group_rewards(task, group) for key, group in groups.items()}
             slots = task.metrics.slot_rewards([s for group in groups.values() for s in group])
