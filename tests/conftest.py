@@ -12,6 +12,8 @@ import pytest
 
 # no test may wait for a hub; as "make unit" sets it
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# with Ray's own 15 a replica would need minutes to start beside other tests
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 ALONE = (
     # limits and measurements of time, processes and memory

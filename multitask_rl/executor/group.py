@@ -487,6 +487,8 @@ class ActorGroup:
         where: dict[str, Any] = {"address": os.environ.get("RAY_ADDRESS", "local")}
         if "RAY_ADDRESS" not in os.environ:
             ActorGroup._session = _Session()
+            # Ray's 15 would leave actors 3 % of a CPU that another process uses; the trainer waits for them
+            os.environ.setdefault("RAY_worker_niceness", "0")
             where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
         try:
             with _keeping_sigterm():

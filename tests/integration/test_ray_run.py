@@ -77,6 +77,19 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
     assert_episodes_keep_their_limits([row for row in rows if row["task"] == "echo"], build_tokenizer())
 
 
+def test_actors_get_as_much_of_a_busy_cpu_as_the_trainer_that_waits_for_them(tmp_path, monkeypatch):
+    sessions = tempfile.mkdtemp(dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", sessions)
+    monkeypatch.delenv("RAY_worker_niceness", raising=False)
+    try:
+        group = ActorGroup("replica", lambda _: os, 1, num_cpus=1.0, num_gpus=0.0)
+        niceness, dead = group.call("getpriority", {0: (os.PRIO_PROCESS, 0)})
+        group.close()
+    finally:
+        shutil.rmtree(sessions)
+    assert (niceness, dead) == ({0: os.getpriority(os.PRIO_PROCESS, 0)}, [])
+
+
 @pytest.mark.parametrize(
     ("raised", "seen"),
     [(KeyboardInterrupt("stop"), KeyboardInterrupt), (Exception("timed out"), EngineError)],
