@@ -224,7 +224,7 @@ class RewardPool:
             scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
                 if of_plugins(record):
-                    self._budgets[record.rollout.task]["scored"].add(record.failure)
+                    self._budgets[record.rollout.task]["scored"].add(record.rollout, record.failure)
             for task in {record.rollout.task for record in scored}:
                 self._budgets[task]["scored"].check()
         return scored
@@ -238,7 +238,7 @@ class RewardPool:
                 verdicts.append(own)
                 if own and asking.only is None:  # else a part of a response, which is judged again
                     failure = next((r for r in own.values() if isinstance(r, Failure)), None)
-                    self._budgets[rollout.task]["judged"].add(failure)
+                    self._budgets[rollout.task]["judged"].add(rollout, failure)
             for task in {rollout.task for rollout, _ in answers}:
                 self._budgets[task]["judged"].check()
         return verdicts

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from multitask_rl.boundary.printable import one_line
 from multitask_rl.errors import RewardError
-from multitask_rl.records import Event, Failure, FailureKind, Scored
+from multitask_rl.records import Event, Failure, FailureKind, Rollout, Scored
 from multitask_rl.scoring.results import Result
 
 WINDOW = 200
@@ -67,6 +68,7 @@ class ErrorBudget:
     def __init__(self, task: str, limit: float, what: str = "scored") -> None:
         self._task, self._limit, self._what = task, limit, what
         self._recent: deque[Failure | None] = deque(maxlen=WINDOW)
+        self._last_failed: Rollout | None = None
         self._warned = False
         self._pending: list[tuple[float, str]] = []
 
@@ -75,9 +77,11 @@ class ErrorBudget:
         """Failure rate of the window."""
         return sum(f is not None for f in self._recent) / max(1, len(self._recent))
 
-    def add(self, failure: Failure | None) -> None:
-        """Add one sample, by its failure (None = there was none)."""
+    def add(self, rollout: Rollout, failure: Failure | None) -> None:
+        """Add one sample with its failure (None = there was none)."""
         self._recent.append(failure)
+        if failure is not None:
+            self._last_failed = rollout
 
     def check(self) -> None:
         """Compare the rate with the budget; ``RewardError`` with a report if it is above."""
@@ -88,14 +92,14 @@ class ErrorBudget:
             raise RewardError(
                 f"task {self._task!r}: {rate:.0%} of its last {len(self._recent)} samples could not be "
                 f"{self._what}, allowed are {self._limit:.0%} (scoring.max_failure_rate). "
-                f"{_report(failures)} Failed samples are never counted as 0; mend the plugin or the data "
-                "(multitask-rl plugins check NAME)."
+                f"{_report(failures)}{_sample(self._last_failed)} Failed samples are "
+                "never counted as 0; mend the plugin or the data (multitask-rl plugins check NAME)."
             )
         if rate > self._limit / 2 and not self._warned:
             self._warned = True
             reason = (
                 f"{rate:.0%} of the last {len(self._recent)} samples could not be {self._what}; the run "
-                f"stops above {self._limit:.0%}. {_report(failures)}"
+                f"stops above {self._limit:.0%}. {_report(failures)}{_sample(self._last_failed)}"
             )
             self._pending.append((rate, reason))
         elif rate <= self._limit / 4:
@@ -135,7 +139,7 @@ class ScoreTally:
 
     def __init__(self) -> None:
         self._scored: set[str] = set()
-        self._failures: defaultdict[str, list[Failure]] = defaultdict(list)
+        self._failed: defaultdict[str, list[tuple[Rollout, Failure]]] = defaultdict(list)
 
     def note(self, records: Iterable[Scored]) -> None:
         """Count records, except samples that the engine could not produce."""
@@ -143,15 +147,16 @@ class ScoreTally:
             task = record.rollout.task
             if record.failure is None:
                 self._scored.add(task)
-                self._failures.pop(task, None)
+                self._failed.pop(task, None)
             elif of_plugins(record) and task not in self._scored:
-                self._failures[task].append(record.failure)
+                self._failed[task].append((record.rollout, record.failure))
 
     def check(self) -> None:
         """Raise ``RewardError``, with the reasons, if every sample of a task failed."""
-        for task, failures in self._failures.items():
+        for task, failed in self._failed.items():
             raise RewardError(
-                f"task {task!r}: not one of its {len(failures)} samples could be scored. {_report(failures)} "
+                f"task {task!r}: not one of its {len(failed)} samples could be scored. "
+                f"{_report(failure for _, failure in failed)}{_sample(failed[-1][0])} "
                 "Mend the plugin or the data (multitask-rl plugins check NAME)."
             )
 
@@ -165,3 +170,12 @@ def _report(failures: Iterable[Failure]) -> str:
         last[key] = failure.message
     parts = [f"{n} x {s} {k} (last: {last[s, k]})" for (s, k), n in by_kind.most_common(5)]
     return "Failures: " + "; ".join(parts) + "."
+
+
+def _sample(rollout: Rollout | None) -> str:
+    """Return which prompt failed last and the response to it; a stopped run stores no rollout of its step."""
+    if rollout is None:  # the failures are of a run before a resume
+        return ""
+    return (
+        f" The last: prompt {rollout.prompt.prompt_id!r}, response {one_line(repr(rollout.response), 200)}."
+    )

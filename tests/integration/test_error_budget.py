@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_a_spent_budget_ends_the_run_with_exit_code_1_and_a_report(
     assert "samples could not be scored, allowed are 50% (scoring.max_failure_rate)" in told
     assert "broken grader (last: raised ValueError: the grader is gone (broken.py:3))" in told
     assert "copy" not in told.partition("error: ")[2]
+    assert re.search(r"The last: prompt '\S+', response '.+'\. Failed samples are never", told)
 
 
 @pytest.mark.parametrize("reward", ["text", "lists", "dies"])
@@ -58,4 +60,5 @@ def test_a_short_run_without_one_scored_sample_of_a_task_is_a_failure_that_says_
     told = capsys.readouterr().err.partition("error: ")[2]
     assert "task 'digit': not one of its " in told
     assert reason[reward] in told
+    assert re.search(r"The last: prompt '\S+', response '.+'\. Mend", told)
     assert "copy" not in told

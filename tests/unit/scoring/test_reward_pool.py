@@ -462,7 +462,8 @@ def test_error_budget_warns_at_half_and_stops_above(open_pool: Open) -> None:
     assert (event.step, event.source, event.kind, event.task) == (5, "rewards", "warn", "raises")
     assert event.reason == (
         "25% of the last 40 samples could not be scored; the run stops above 40%. "
-        "Failures: 10 x raises grader (last: raised KeyError: 'inner' (plugins.py:18))."
+        "Failures: 10 x raises grader (last: raised KeyError: 'inner' (plugins.py:18)). "
+        "The last: prompt 'raises/39', response 'bad'."
     )
     assert pool.health_events(6) == []
     with pytest.raises(RewardError, match=r"task 'raises': 50% of its last 60 samples could not be scored"):
