@@ -6,7 +6,7 @@ message, so that every error survives ``pickle`` (Ray, process pools).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +17,13 @@ class MultitaskRLError(Exception):
     exit_code: int = 1
     others: tuple[MultitaskRLError, ...] = ()
     """Errors found together with this one, such as those of other tasks of the file."""
+
+
+def raise_all(errors: Sequence[MultitaskRLError]) -> None:
+    """Raise the first of ``errors``, if there is one, with the rest as its ``others``."""
+    if errors:
+        errors[0].others = tuple(errors[1:])
+        raise errors[0]
 
 
 class ConfigError(MultitaskRLError, ValueError):

@@ -27,7 +27,7 @@ from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
-from multitask_rl.errors import ConfigError, UnavailableError
+from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all
 from multitask_rl.plugins import ALGORITHMS, load_plugin
 from multitask_rl.records import Failure
 from multitask_rl.run.learnable import check_learnable, learnable_warnings
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="multitask-rl tasks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show | schema")
     for name, text in (
-        ("validate", "check keys, plugins and every row; score one row per task"),
+        ("validate", "check keys, plugins and every row; score one row per task and play one turn of its environment"),
         ("show", "print the tasks with all defaults"),
     ):
         command = commands.add_parser(name, help=text, description=text)
@@ -68,8 +68,13 @@ def main(arguments: list[str]) -> int:
         plain = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
         print(json.dumps(plain, indent=2, default=str) if options.json else printable(_table(specs)))
         return 0
-    warnings: list[str] = []
-    notes = {name: _check(spec, warnings) for name, spec in specs.items()}
+    warnings, notes, errors = list[str](), dict[str, str](), list[MultitaskRLError]()
+    for name, spec in specs.items():
+        try:
+            notes[name] = _check(spec, warnings)
+        except MultitaskRLError as error:
+            errors.append(error)
+    raise_all(errors)
     if not options.quick:
         warnings += _try(specs)
     print(f"{options.file}: {'1 task is' if len(specs) == 1 else f'{len(specs)} tasks are'} valid")
@@ -146,7 +151,7 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
 
     Return a warning per plugin whose model or device this machine lacks: the file may be meant for another.
     """
-    _open_a_world({name: spec for name, spec in specs.items() if spec.environment})
+    _play_a_turn({name: spec for name, spec in specs.items() if spec.environment})
     try:
         _score_a_row(specs)
     except UnavailableError:
@@ -166,23 +171,34 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
     return []
 
 
-def _open_a_world(specs: Mapping[str, TaskSpec]) -> None:
-    """Begin an episode of each task on its first row."""
+def _play_a_turn(specs: Mapping[str, TaskSpec]) -> None:
+    """Begin an episode of each task on its first row, and give its world one answer."""
     pool = WorldPool({name: WorldSpec.of_task(spec) for name, spec in specs.items()}, num_workers=1)
     with contextlib.closing(pool):
         for name, spec in specs.items():
             pool.check(name)
             if not spec.dataset:
                 continue
-            pool.open(name, load_rows(spec, "eval" if spec.evaluation_only else "train")[0])
-            answers: list[Any] = []
-            while not answers:
-                answers = [answer for _, answer in pool.poll(spec.turn_timeout_s)]
-            if isinstance(answers[0], Failure):
-                raise ConfigError(
-                    f"{spec.where}.environment: {spec.environment!r} fails on the first row "
-                    f"({answers[0].kind.value}: {answers[0].message}); --quick validates without opening it"
-                )
+            row = load_rows(spec, "eval" if spec.evaluation_only else "train")[0]
+            ticket = pool.open(name, row)
+            answer = _answer_to(row)
+            for what in ("the first row", f"the answer {answer!r} to the first row"):
+                told: list[Any] = []
+                while not told:
+                    told = [own for _, own in pool.poll(spec.turn_timeout_s)]
+                if isinstance(told[0], Failure):
+                    raise ConfigError(
+                        f"{spec.where}.environment: {spec.environment!r} fails on {what} "
+                        f"({told[0].kind.value}: {told[0].message}); --quick validates without opening it"
+                    )
+                if what == "the first row":
+                    pool.step(ticket, {"role": "assistant", "content": answer})
+
+
+def _answer_to(row: Mapping[str, Any]) -> str:
+    """Return what a model might say: the row's reference, if it is a text."""
+    reference = row.get("reference")
+    return reference if isinstance(reference, str) else "4"
 
 
 def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
@@ -190,8 +206,7 @@ def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
     for name, spec in specs.items():
         if spec.dataset:
             row = load_rows(spec, "eval" if spec.evaluation_only else "train")[0]
-            answer = row.get("reference")
-            rollouts.append(make_rollout(answer if isinstance(answer, str) else "4", task=name, row=row))
+            rollouts.append(make_rollout(_answer_to(row), task=name, row=row))
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
     with RewardPool(specs, scoring, seed=0, devices={}) as pool:
         found: list[tuple[str, Mapping[str, object]]]

@@ -28,7 +28,7 @@ from multitask_rl.config.checks import (
 from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields, suggest
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec, short_name
-from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.errors import ConfigError, MultitaskRLError, raise_all
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
@@ -190,9 +190,7 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
             check_task(specs[name], entry[1], need_data=False)
         except MultitaskRLError as error:
             errors.append(error)
-    if errors:
-        errors[0].others = tuple(errors[1:])
-        raise errors[0]
+    raise_all(errors)
     check_tasks(specs, where)
     return specs
 

@@ -170,6 +170,15 @@ def test_validate_finds_what_a_run_would_trip_over(
     assert told.count("\n") == 1
 
 
+def test_validate_tells_the_mistakes_of_all_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["tasks.math.rewards=['grade.py:absent']", "tasks.words.rewards=['trl:grade.py:absent_too']"]
+    assert main(["tasks", "validate", "tasks.yaml", *wrong]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "tasks.math: row '" in told[0]
+    assert "tasks.words: row '" in told[1]
+
+
 def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -205,18 +214,22 @@ def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.Captu
     [
         ("worlds.py:Box", None),
         ("worlds.py:Locked", "worlds.py:Locked' fails on the first row (infra: "),
+        ("worlds.py:Jammed", "worlds.py:Jammed' fails on the answer '1' to the first row (infra: "),
         ("gone.py:Box", "gone.py"),
     ],
 )
-def test_validate_opens_a_world_on_the_first_row(
+def test_validate_plays_a_turn_of_a_world_on_the_first_row(
     here: Path, capsys: pytest.CaptureFixture[str], environment: str, told: str | None
 ) -> None:
     (here / "worlds.py").write_text(
+        "from multitask_rl.environments.base import StepResult\n"
         "class Box:\n"
         "    def reset(self, row):\n        return []\n"
-        "    def step(self, message):\n        return None\n"
+        "    def step(self, message):\n        return StepResult(done=True, reward=1.0)\n"
         "class Locked(Box):\n"
         "    def reset(self, row):\n        raise OSError('locked')\n"
+        "class Jammed(Box):\n"
+        "    def step(self, message):\n        raise OSError('jammed by ' + message['content'])\n"
     )
     (here / "game.yaml").write_text(
         f"tasks: {{game: {{type: grpo, dataset: math.jsonl, environment: '{environment}', max_turns: 2}}}}"
