@@ -40,7 +40,12 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
         else:
             pairs[task] = Pair([replace(last, values=[])], [last], paired=False)
             more[task]["steps"] = [None, last.step]
-    return {task: {**row, **more[task]} for task, row in difference_rows(pairs).items()}
+    rows = {task: {**row, **more[task]} for task, row in difference_rows(pairs).items()}
+    if isinstance(tasks := run.config.get("tasks"), Mapping):
+        for task in rows.keys() - tasks.keys():
+            gone = f"removed from the run after step {rows[task]['steps'][-1]}"
+            rows[task]["reason"] = "; ".join(filter(None, (gone, rows[task]["reason"])))
+    return rows
 
 
 def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, Any]]:

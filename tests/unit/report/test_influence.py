@@ -122,6 +122,21 @@ def test_turnover_counts_prompts_that_change_sides() -> None:
     }
 
 
+def test_report_says_of_a_removed_task_that_it_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = {"metric": "m", "direction": "higher", "prompts": "p", "values": [0.0, 1.0] * 4}
+    evaluations = [{"step": step, "task": task, **kind} for step in (0, 4) for task in ("a", "b")]
+    evaluations.append({"step": 8, "task": "a", **kind})
+    write_records(tmp_path, evaluations=evaluations)
+    (tmp_path / "config.yaml").write_text("tasks: {a: {}}")
+    assert main(["report", str(tmp_path)]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if "removed from the run" in line]
+    assert len(told) == 1
+    assert "b" in told[0]
+    assert "after step 4" in told[0]
+
+
 def test_report_prints_shares_changes_effects_and_turnover(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
