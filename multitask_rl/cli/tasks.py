@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="multitask-rl tasks", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show | schema")
     for name, text in (
-        ("validate", "check keys, plugins and every row; score one row per task and play one turn of its environment"),
+        ("validate", "check keys, plugins and every row; score one row per task, play one turn of its world"),
         ("show", "print the tasks with all defaults"),
     ):
         command = commands.add_parser(name, help=text, description=text)
