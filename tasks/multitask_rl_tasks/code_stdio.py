@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from multitask_rl.sandbox.base import StdioTask
+from multitask_rl_rewards.code_evaluator import sandbox_task
 from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_entry
 
 
 class CodeStdio(SourcedTask):
     """CodeContests (arXiv:2203.07814) from the hub, or any rows with ``{"stdin", "stdout"}`` tests.
 
-    Limits: public sample tests often stand in the prompt, so a program may print them by heart; a problem
+    A program earns 1 if it passes all tests of the row, else 0. A row whose tests all expect one output is
+    left out: a program that prints this output passes them. Tests whose input stands in the prompt are left
+    out where the others expect at least two outputs; they become ``public_tests`` if the row has none.
+
+    Limits: where all tests stand in the prompt, a program may choose among the outputs by heart; a problem
     that accepts several answers is judged by the one in the data.
     """
 
@@ -36,7 +42,7 @@ class CodeStdio(SourcedTask):
         return {
             "prompt": "{prompt}\n\nWrite a Python program that reads standard input and prints the answer. "
             "Answer with one Python block.",
-            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=10.0)],
+            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=10.0, all_or_nothing=True)],
             "primary_metric": "code_evaluator",
         }
 
@@ -49,15 +55,36 @@ class CodeStdio(SourcedTask):
             pairs = zip(cases["input"], cases["output"], strict=True)
             public = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs]
             tests += public
-        if not tests:
+        found = self.adopt(
+            {"id": str(row["name"]), "prompt": row["description"], "tests": tests, "public_tests": public}
+        )
+        if found is None:
             return None
-        return {
-            "id": str(row["name"]),
-            "prompt": row["description"],
-            "tests": tests[: self.config.max_tests],
-            "public_tests": public,
-        }
+        first, *others = found["tests"]
+        other = next((test for test in others if _differ([first, test])), None)
+        others.sort(key=lambda test: test is not other)  # the cut leaves two outputs
+        return {**found, "tests": [first, *others][: self.config.max_tests]}
+
+    def adopt(self, row: Mapping[str, Any]) -> Row | None:
+        """Return the row with the tests that count; None where one output passes all."""
+        if not isinstance(sandbox_task(row), StdioTask):
+            return dict(row)  # the reward says what is wrong with its tests
+        tests, prompt = row["tests"], f"\n{_lines(row['prompt'])}\n"
+        hidden = [test for test in tests if f"\n{_lines(test['stdin'])}\n" not in prompt]
+        if not _differ(hidden):
+            return dict(row) if _differ(tests) else None
+        shown = [test for test in tests if test not in hidden]
+        return {**row, "tests": hidden, "public_tests": row.get("public_tests") or shown}
 
     def gold(self, row: Mapping[str, Any]) -> str | None:
         """Return None: the data holds no solutions."""
         return None
+
+
+def _differ(tests: Iterable[Mapping[str, Any]]) -> bool:
+    return len({_lines(test["stdout"]) for test in tests}) > 1
+
+
+def _lines(text: Any) -> str:
+    """Return a text without the white space around its lines."""
+    return "\n".join(line.strip() for line in str(text).strip().splitlines())

@@ -11,7 +11,11 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class Mbpp(SourcedTask):
-    """The prompt shows one of a row's tests, so that name and signature are known; all tests count."""
+    """The prompt shows one of a row's tests, so that name and signature are known.
+
+    A program earns 1 if it passes all tests, the shown one among them, else 0. In 7 of the 974 rows all
+    tests expect one value.
+    """
 
     licence: ClassVar[str] = "CC BY 4.0"
     files: ClassVar[tuple[str, ...]] = ("mbpp.jsonl",)
@@ -31,7 +35,7 @@ class Mbpp(SourcedTask):
         return {
             "prompt": "{prompt}\n\nThe program must pass tests like\n{example}\n\n"
             "Answer with one Python block.",
-            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=10.0)],
+            "rewards": [plugin_entry("code_evaluator", evaluator="tests", timeout=10.0, all_or_nothing=True)],
             "primary_metric": "code_evaluator",
         }
 

@@ -252,6 +252,63 @@ def test_rows_in_the_hubs_columns_are_translated(name, tmp_path):
         assert full_scores(task, [row], task.gold) == [1.0]
 
 
+def pair(stdin: str, stdout: str) -> dict:
+    return {"stdin": stdin, "stdout": stdout}
+
+
+SAMPLE_TEST, OTHER, MORE = pair("2\n", "YES\n"), pair("3\n", "NO\n"), pair("8\n", "YES")
+PARITY = "Is n even?\n\nInput\n\n2\n\nOutput\n\nYES"
+
+
+@pytest.mark.parametrize(
+    ("tests", "kept"),
+    [
+        ([SAMPLE_TEST], None),
+        ([SAMPLE_TEST, MORE], None),
+        ([OTHER], None),
+        ([SAMPLE_TEST, OTHER], [SAMPLE_TEST, OTHER]),
+        ([SAMPLE_TEST, OTHER, pair("5", "NO")], [SAMPLE_TEST, OTHER, pair("5", "NO")]),
+        ([SAMPLE_TEST, OTHER, MORE], [OTHER, MORE]),
+        (["assert f(1) == 2"], ["assert f(1) == 2"]),
+        ([{"stdin": "2"}], [{"stdin": "2"}]),
+    ],
+    ids=range(8),
+)
+def test_no_output_passes_all_tests_of_a_stdio_row(tests, kept, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": PARITY, "tests": tests}) + "\n")
+    rows = build("code_stdio", source=str(path)).rows("train")
+    assert [row["tests"] for row in rows] == ([kept] if kept else [])
+    if kept == [OTHER, MORE]:
+        assert rows[0]["public_tests"] == [SAMPLE_TEST]
+
+
+def test_the_cut_of_a_stdio_row_leaves_two_outputs(tmp_path):
+    path, inputs = tmp_path / "rows.jsonl", [str(n) for n in range(0, 40, 2)]
+    cases = {"input": [*inputs, "7"], "output": [*["YES"] * 20, "NO"]}
+    path.write_text(json.dumps({"name": "a", "description": PARITY, "private_tests": cases}) + "\n")
+    (row,) = build("code_stdio", source=str(path), max_tests=3).rows("train")
+    assert row["tests"] == [pair("0", "YES"), pair("7", "NO"), pair("4", "YES")]
+
+
+@pytest.mark.parametrize("name", ["mbpp", "code_stdio"])
+def test_a_constant_earns_nothing_with_the_tasks_own_rewards(name):
+    tests = {
+        "mbpp": ["assert f(2) == 4", "assert f(1 + 1) == 4", "assert f(3) == 9"],
+        "code_stdio": [SAMPLE_TEST, OTHER, MORE],
+    }
+    row = {"id": "a", "prompt": PARITY, "tests": tests[name]}
+    code = {"mbpp": "def f(x):\n    return 4", "code_stdio": "print('YES')"}
+    assert full_scores(build(name), [row], lambda row: f"```python\n{code[name]}\n```") == [0.0]
+
+
+@pytest.mark.realdata
+def test_every_real_stdio_row_expects_two_outputs():
+    rows = all_rows("code_stdio")
+    assert len(rows) == 1245, "of 1584"
+    assert all(len({test["stdout"] for test in row["tests"]}) > 1 for row in rows)
+
+
 def test_options_of_truthfulqa_are_shuffled_the_same_way_every_time():
     rows = real_task("truthfulqa").rows("test") if DATA.is_dir() else pytest.skip(f"real data absent: {DATA}")
     again = real_task("truthfulqa").rows("test")
