@@ -25,9 +25,12 @@ class CodeRepair:
 
     The rows' column ``tests`` has what ``code_evaluator`` reads: statements, or stdin/stdout pairs.
 
-    Public tests are those of the row's column ``public_tests``, else the first ``public`` ones. The others
-    are hidden; a row with public tests alone is judged by these. The reward of a step is the change in the
-    share of hidden tests passed: an episode earns the share of its last program, wherever it ends.
+    Public tests are those of the row's column ``public_tests``, else the first ``public`` ones; the others
+    are hidden. A column that leaves no hidden test does not count. At least one test is hidden: a row with a
+    single test has no public one, and its first program ends the episode.
+
+    A program earns the share of hidden tests that it passes, and half of that if it fails a public test. The
+    reward of a step is the change: an episode earns what its last program does, wherever it ends.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -39,7 +42,7 @@ class CodeRepair:
         repairs: Natural = 3
         """Repairs after the first program; the task's ``max_turns`` has to allow one turn more."""
         all_or_nothing: bool = False
-        """A program earns 1 if it passes all hidden tests, else 0."""
+        """A program earns 1 if it passes all tests, public and hidden, else 0."""
         timeout: Annotated[float, Range("(0, 3600)")] = 5.0
         """CPU seconds of one run of a program; the wall-clock limit is 2 x + 1."""
         memory_mb: Annotated[int, Range("[16, inf)")] = 512
@@ -48,7 +51,7 @@ class CodeRepair:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._row: Mapping[str, Any] = {}
-        self._public: AssertsTask | StdioTask
+        self._public: AssertsTask | StdioTask | None
         self._hidden: AssertsTask | StdioTask
         self._shown: list[str] = []
         self._repairs = 0
@@ -60,12 +63,14 @@ class CodeRepair:
         Raises:
             DataError: the row has no usable tests.
         """
-        self._hidden = _task(row, row.get("tests"))
-        tests = list(row["tests"])
+        _task(row, row.get("tests"))
+        tests = [test for i, test in enumerate(row["tests"]) if test not in row["tests"][:i]]
         own = row.get("public_tests")
-        public = list(own) if isinstance(own, Sequence) and own else tests[: self.config.public]
-        hidden = [test for test in tests if test not in public] or tests
-        self._public, self._hidden = _task(row, [_telling(test) for test in public]), _task(row, hidden)
+        public = list(own) if isinstance(own, Sequence) else []
+        if not public or all(test in public for test in tests):
+            public = tests[: min(self.config.public, len(tests) - 1)]
+        self._hidden = _task(row, [test for test in tests if test not in public])
+        self._public = _task(row, [_telling(test) for test in public]) if public else None
         self._shown = [test if isinstance(test, str) else f"Input:\n{test['stdin']}" for test in public]
         self._row, self._repairs, self._share = row, -1, 0.0
         return []
@@ -85,16 +90,18 @@ class CodeRepair:
             limits = Limits(
                 cpu_s=self.config.timeout, wall_s=2 * self.config.timeout + 1, mem_mb=self.config.memory_mb
             )
-            tasks = (self._public, self._hidden)
-            public, hidden = shared_sandbox().map(
+            tasks = [task for task in (self._hidden, self._public) if task]
+            hidden, *public = shared_sandbox().map(
                 Program(source=source, task=task, limits=limits) for task in tasks
             )
-            passed, share = _share(public), _share(hidden)
+            passed, share = min(map(_share, public), default=1.0), _share(hidden)
             if self.config.all_or_nothing:
-                share = float(share == 1.0)
+                share = float(share == passed == 1.0)
+            elif passed < 1.0:
+                share /= 2
             reward, self._share = share - self._share, share
-            text = self._report(public)
-        is_done = is_last or passed == 1.0
+            text = "\n\n".join(map(self._report, public))
+        is_done = is_last or passed == 1.0 or self._public is None
         return StepResult(
             messages=() if is_done else [{"role": "user", "content": text}],
             done=is_done,

@@ -56,6 +56,7 @@ def test_a_program_that_passes_the_public_tests_ends_the_episode_with_the_share_
     assert right.info == {"public_passed": 1.0, "repairs": 0}
     assert (say(begin(), HALF).done, say(begin(), HALF).reward) == (True, 0.5)
     assert say(begin(all_or_nothing=True), HALF).reward == 0.0
+    assert say(begin(all_or_nothing=True), RIGHT).reward == 1.0
 
 
 def test_a_failure_comes_back_with_what_the_program_returned_and_no_hidden_test():
@@ -65,7 +66,7 @@ def test_a_failure_comes_back_with_what_the_program_returned_and_no_hidden_test(
     assert "add(0, 0)" not in told(result)
     assert "'ab'" not in told(result)
     assert "1 of 1 public tests failed" in told(result)
-    assert "2 of 3 public tests failed" in told(say(begin(public=3), WRONG))
+    assert "1 of 2 public tests failed" in told(say(begin(public=3), WRONG))
 
 
 @pytest.mark.parametrize(
@@ -91,13 +92,20 @@ def test_an_answer_without_a_program_is_told_and_costs_a_repair():
     assert say(world, RIGHT).reward == 1.0
 
 
+@pytest.mark.parametrize(("all_or_nothing", "earned"), [(False, 0.5), (True, 0.0)])
+def test_a_program_that_fails_a_public_test_earns_at_most_half(all_or_nothing, earned):
+    row = {**ADD, "tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(0, 1 - 1) == 0"]}
+    result = say(begin(row=row, all_or_nothing=all_or_nothing), "def add(a, b):\n    return 0")
+    assert (result.done, result.reward) == (False, earned)
+
+
 def test_the_rewards_of_an_episode_add_up_to_the_share_of_the_last_program():
     world = begin(row={**ADD, "tests": ["assert add(1, 2) == 4", *ADD["tests"][1:]]}, repairs=3)
     results = [say(world, code) for code in (WRONG, HALF, RIGHT, HALF)]
     assert [result.done for result in results] == [False, False, False, True]
     assert results[-1].messages == ()
     earned = [sum(result.reward for result in results[: n + 1]) for n in range(4)]
-    assert earned == pytest.approx([0.5, 0.5, 1.0, 0.5])
+    assert earned == pytest.approx([0.25, 0.25, 0.5, 0.25])
     assert [result.info["repairs"] for result in results] == [0, 1, 2, 3]
 
 
@@ -122,9 +130,21 @@ def test_a_rows_own_public_tests_are_shown_and_the_others_are_hidden():
     assert say(begin(row=found), "print({'1': 2}[input()])").reward == 0.0
 
 
-def test_the_only_test_is_public_and_decides():
-    row = {**ADD, "tests": ADD["tests"][:1]}
-    assert say(begin(row=row), RIGHT).reward == 1.0
+@pytest.mark.parametrize("tests", [ADD["tests"][:1], ADD["tests"][:1] * 2], ids=["one", "twice"])
+@pytest.mark.parametrize("public_tests", [None, ADD["tests"][:1]], ids=["no column", "column"])
+def test_the_only_test_is_hidden_and_its_first_program_decides(tests, public_tests):
+    row = {**ADD, "tests": tests, "public_tests": public_tests}
+    for code, earned in ((RIGHT, 1.0), (WRONG, 0.0)):
+        result = say(begin(row=row), code)
+        assert (result.done, result.reward, result.messages) == (True, earned, ())
+
+
+def test_a_column_of_public_tests_that_leaves_no_hidden_one_does_not_count():
+    row = {**ADD, "public_tests": ADD["tests"]}
+    assert "1 of 1 public tests failed" in told(say(begin(row=row), WRONG))
+    result = say(begin(row=row, public=5), "def add(a, b): return 9")
+    assert "2 of 2 public tests failed" in told(result)
+    assert "'ab'" not in told(result)
 
 
 def test_long_texts_of_a_program_are_cut():
