@@ -316,20 +316,21 @@ def undefined_names(sources: Sequence[str]) -> list[str]:
     if any(re.search(r"import\s+\(?\s*\*", source) for source in sources):
         return []
     defined = {*dir(builtins), *sys.stdlib_module_names}
-    return [name for name in _undefined_names(sources) if name not in defined]
+    return [name for name in unbound_names(map(parse_python, sources)) if name not in defined]
 
 
 def imported_modules(sources: Sequence[str], exported: Sequence[str]) -> list[str]:
     """Return the standard modules that tests use without an import of their own."""
-    names = _undefined_names(sources)
+    names = unbound_names(map(parse_python, sources))
     return [name for name in names if name in sys.stdlib_module_names and name not in exported]
 
 
-def _undefined_names(sources: Sequence[str]) -> list[str]:
+def unbound_names(trees: Iterable[ast.AST]) -> list[str]:
+    """Return names that programs read and nowhere bind, builtins among them."""
     used: dict[str, None] = {}
     bound: set[str] = set()
-    for source in sources:
-        for node in ast.walk(parse_python(source)):
+    for tree in trees:
+        for node in ast.walk(tree):
             match node:
                 case ast.Name(id=name, ctx=ast.Load()):
                     used[name] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -21,7 +21,16 @@ from multitask_rl.sandbox.base import (
     StdioTest,
     undefined_names,
 )
-from multitask_rl_rewards.code_blocks import CodeBlock, complete_program, defines, extract_code, parses
+from multitask_rl_rewards.code_blocks import (
+    CodeBlock,
+    bound_by,
+    complete_program,
+    defines,
+    extract_code,
+    is_beginning,
+    parsed,
+    parses,
+)
 from multitask_rl_rewards.text import data_failure
 
 if TYPE_CHECKING:
@@ -39,6 +48,7 @@ class CodeEvaluator:
       texts, not both. Programs run in the sandbox, their tests outside their process; a death or a time-out
       fails the tests that were left.
     * ``codebleu``: likeness to ``reference``. Nothing runs, so a program that is similar and wrong scores.
+      Where the prompt is the beginning of the program, only what follows it is compared, without comments.
     * ``mixed``: weighted mean of both.
 
     The program is the fenced block of the response (``code_blocks.extract_code``). Without a fence the
@@ -65,7 +75,8 @@ class CodeEvaluator:
         language: str = "python"
         """Language of CodeBLEU; tests run Python only."""
         all_or_nothing: bool = False
-        """A program earns its tests' value only if it passes all of them."""
+        """A program earns its tests' value only if it passes all of them. If false, a program that gives one
+        answer whatever it reads earns the share of the tests that expect this answer."""
 
     def __init__(self, config: Config) -> None:
         """Check the configuration.
@@ -137,9 +148,10 @@ class CodeEvaluator:
             reference = _reference(rollout.row)
             if isinstance(reference, Failure):
                 return reference
-            parts["codebleu"] = _codebleu(self.config.language).compute_codebleu(
-                reference, source, self.config.language
-            )["codebleu"]
+            own = [_own_part(program, rollout.row) for program in (reference, source)]
+            parts["codebleu"] = _codebleu(self.config.language).compute_codebleu(*own, self.config.language)[
+                "codebleu"
+            ]
         weights = {"tests": self.config.tests_weight, "codebleu": self.config.codebleu_weight}
         if len(parts) == 1:
             return Score(value=next(iter(parts.values())), components=parts)
@@ -198,13 +210,13 @@ def _lend_names(
     if not wanted:
         return exports, setup
     prompt, reference = (_statements(row.get(key)) for key in ("prompt", "reference"))
-    helpers = [node for node in prompt if not _bound_by(node) & {entry_point}]
-    if wanted & {name for node in helpers for name in _bound_by(node)}:
-        wanted -= {name for node in helpers for name in _bound_by(node)}
+    helpers = [node for node in prompt if not bound_by(node) & {entry_point}]
+    if wanted & {name for node in helpers for name in bound_by(node)}:
+        wanted -= {name for node in helpers for name in bound_by(node)}
     else:
         helpers = []
-    imports = [n for n in reference if isinstance(n, (ast.Import, ast.ImportFrom)) and _bound_by(n) & wanted]
-    wanted -= {name for node in imports for name in _bound_by(node)}
+    imports = [n for n in reference if isinstance(n, (ast.Import, ast.ImportFrom)) and bound_by(n) & wanted]
+    wanted -= {name for node in imports for name in bound_by(node)}
     classes = sorted(wanted & {node.name for node in reference if isinstance(node, ast.ClassDef)})
     if missing := sorted(wanted - set(classes)):
         raise ValueError(
@@ -220,20 +232,6 @@ def _statements(source: Any) -> list[ast.stmt]:
         return parse_python(str(source or "")).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-
-
-def _bound_by(statement: ast.stmt) -> set[str]:
-    """Return the names that a statement of a module defines."""
-    match statement:
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-            return {name}
-        case ast.Import(names=names) | ast.ImportFrom(names=names):
-            return {(alias.asname or alias.name).split(".")[0] for alias in names}
-        case ast.Assign(targets=targets):
-            return {node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return {name}
-    return set()
 
 
 def _stdio_test(stdin: Any, stdout: Any) -> StdioTest:
@@ -266,7 +264,35 @@ def _reference(row: Mapping[str, Any]) -> str | Failure:
     reference = row.get("reference")
     if not isinstance(reference, str) or not reference.strip():
         return data_failure("CodeBLEU needs a program in `reference`; the row has none", _NAME)
-    return complete_program(reference, str(row.get("prompt") or ""), str(row.get("entry_point") or ""))
+    return complete_program(reference, str(row.get("prompt") or ""), _entry_point(row))
+
+
+def _own_part(program: str, row: Mapping[str, Any]) -> str:
+    """Return what a program has beyond a prompt that is its beginning, as ``ast.unparse`` writes it.
+
+    Of the entry point that is the body. If the prompt is no beginning, the program is returned as it stands.
+    """
+    prompt, entry_point = str(row.get("prompt") or ""), _entry_point(row)
+    if not is_beginning(prompt, entry_point):
+        return program
+    given, tree = parsed(prompt), parsed(program)
+    if not given or not tree:
+        return program.removeprefix(prompt.rstrip())
+    try:
+        shared = set(map(ast.dump, _unfolded(given, entry_point)))
+        own = [node for node in _unfolded(tree, entry_point) if ast.dump(node) not in shared]
+        return "\n".join(map(ast.unparse, own))
+    except RecursionError:
+        return program.removeprefix(prompt.rstrip())
+
+
+def _unfolded(tree: ast.Module, function: str) -> Iterator[ast.stmt]:
+    """Yield the statements of a program, in place of ``function`` those of its body without the docstring."""
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
+            yield from node.body[ast.get_docstring(node) is not None :]
+        else:
+            yield node
 
 
 def _sandbox() -> Any:

@@ -18,7 +18,7 @@ def test_last_block_that_defines_the_entry_point_is_taken():
     first, better = "```python\ndef f(): return 1\n```", "```py\ndef f(): return 2\n```"
     response = f"{first}\nbetter:\n{better}\nuse:\n```python\nprint(f())\n```"
     assert extract_code(response, entry_point="f").code == "def f(): return 2\n"
-    assert extract_code(response).code == "print(f())\n"
+    assert extract_code(response).code == "def f(): return 2\n\n\nprint(f())\n"
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,36 @@ def test_last_block_that_defines_the_entry_point_is_taken():
         ("```python\n\n```", ""),
         ("<think>```python\nx = 0\n```</think>```python\nx = 1\n```", "x = 1\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("```py3\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints:\n```\nYES\n```", "x = 1\n"),
+        ("```\nx = 0\n```\n```\nx = 1\n```", "x = 1\n"),
     ],
 )
 def test_fences_in_all_shapes(response, code):
     assert extract_code(response).code == code
+
+
+HELPER, SOLUTION = "def twice(x):\n    return 2 * x\n", "def f(x):\n    return twice(x)\n"
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ([HELPER, SOLUTION], f"{HELPER}\n\n{SOLUTION}"),
+        ([HELPER, SOLUTION, "print(f(1))\n"], f"{HELPER}\n\n{SOLUTION}"),
+        (["import math\n", "y = 1\n", "def f(x):\n    return math.sqrt(x)\n"], None),
+        (["import math\n", "def twice(x):\n    return math.sqrt(x)\n", SOLUTION], None),
+        ([SOLUTION.replace("twice", "abs"), "def f(x):\n    return x\n"], "def f(x):\n    return x\n"),
+        (["def print(x): pass\n", "def f(x):\n    print(x)\n"], "def f(x):\n    print(x)\n"),
+        (["twice = (\n", SOLUTION], SOLUTION),
+        ([HELPER, "def f(x) return twice(x)\n"], "def f(x) return twice(x)\n"),
+    ],
+)
+def test_earlier_blocks_are_joined_where_the_program_uses_what_they_define(codes, expected):
+    """None: all blocks but the one of which nothing is used."""
+    expected = expected or "\n\n".join(code for code in codes if code != "y = 1\n")
+    response = "\nthen\n".join(f"```python\n{code}```" for code in codes)
+    assert extract_code(response, entry_point="f").code == expected
 
 
 def test_other_language_is_taken_when_asked_for():

@@ -134,6 +134,22 @@ def test_a_usage_example_after_the_solution_does_not_replace_it():
     assert score(response, row).value == 1.0, "the tests tell what has to be defined"
 
 
+@pytest.mark.parametrize("row", [ROW, STDIO], ids=["asserts", "stdio"])
+@pytest.mark.parametrize(
+    "after", ["Example:\n```\n1 2\n3\n```", "```\n$ echo 1 2 | python a.py\n3\n```"], ids=range(2)
+)
+def test_sample_output_without_a_label_does_not_replace_the_program(row, after):
+    code = row.get("reference", "print(sum(map(int, input().split())))")
+    assert score(f"{fenced(code)}\n{after}", row).value == 1.0
+
+
+def test_a_program_in_two_blocks_is_one():
+    parts = "def total(text):\n    return sum(map(int, text.split()))", "print(total(input()))"
+    assert score("\nCall it:\n".join(map(fenced, parts)), STDIO).value == 1.0
+    helper, body = "def plus(a, b):\n    return a + b", "    return plus(a, b)"
+    assert score("\n".join(map(fenced, (helper, body))), HUMANEVAL).value == 1.0
+
+
 def test_expected_output_that_is_empty_is_no_gift():
     row = {"tests": [{"stdin": "", "stdout": ""}]}
     assert score(fenced("raise ValueError"), row).value == 0.0
@@ -151,6 +167,28 @@ def test_codebleu_compares_and_runs_nothing():
     assert score("", ROW, evaluator="codebleu").value == 0.0
     assert score("I cannot say.", ROW, evaluator="codebleu").value == 0.0
     assert "tests" not in same.components
+
+
+@pytest.mark.parametrize(
+    ("response", "low", "high"),
+    [
+        ("x", 0.0, 0.1),
+        ("return 0", 0.0, 0.3),
+        (fenced(HUMANEVAL["prompt"]), 0.0, 0.0),
+        ("def add(a, b", 0.0, 0.1),
+        (fenced("-" * 5000 + "1"), 0.0, 0.1),
+        ("    return a + b", 1.0, 1.0),
+        (fenced("# the sum\nreturn (a + b)"), 1.0, 1.0),
+        (fenced("def add(a, b): return a+b"), 1.0, 1.0),
+        (fenced(HUMANEVAL["prompt"] + HUMANEVAL["reference"]), 1.0, 1.0),
+        (fenced('def add(a, b):\n    """ Sum. """\n    return a + b'), 1.0, 1.0),
+    ],
+    ids=range(10),
+)
+@pytest.mark.parametrize("entry_point", ["add", ""])
+def test_codebleu_compares_only_what_follows_the_prompt(response, low, high, entry_point):
+    row = {**HUMANEVAL, "entry_point": entry_point, "tests": ["assert add(1, 2) == 3"]}
+    assert low <= score(response, row, evaluator="codebleu").value <= high
 
 
 def test_mixed_is_the_weighted_mean_of_its_components():

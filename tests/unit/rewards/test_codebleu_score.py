@@ -13,8 +13,9 @@ from multitask_rl_rewards.codebleu_score import LANGUAGES, compute_codebleu
 ADD = "def add(a, b):\n    c = a + b\n    return c\n"
 
 
-def test_identical_programs_score_one():
-    assert compute_codebleu(ADD, ADD)["codebleu"] == pytest.approx(1.0)
+@pytest.mark.parametrize("program", [ADD, "return x", "return len(set(string.lower()))"])
+def test_identical_programs_score_one(program):
+    assert compute_codebleu(program, program)["codebleu"] == pytest.approx(1.0)
 
 
 def test_parts_equal_the_package_where_it_is_right():
