@@ -5,6 +5,7 @@ multitask-rl train tasks_file=tasks.yaml model.name_or_path=MODEL output_dir=run
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +38,12 @@ def calculate(arguments: str) -> str:
         return f"Error: {type(error).__name__}: {error}"
 
 
+def last_number(answer: str) -> str:
+    """Return the whole number at the end of an answer; signs may follow it (``**3,276**.``)."""
+    found = re.search(r"(?<![\w.,])-?\d[\d,]*(?=(?:\.0*)?\W*$)", answer)
+    return found[0].replace(",", "") if found else ""
+
+
 def run(base_url: str, api_key: str, row: Mapping[str, Any], rounds: int = 3) -> dict[str, float]:
     """Let the model work on the row's question and return the rewards by name."""
     client = OpenAI(base_url=base_url, api_key=api_key)
@@ -64,5 +71,4 @@ def run(base_url: str, api_key: str, row: Mapping[str, Any], rounds: int = 3) ->
             num_calls += 1
             content = calculate(call.function.arguments)
             messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
-    words = answer.split()
-    return {"right": float(words[-1:] == [row["reference"]]), "calls": -0.1 * num_calls}
+    return {"right": float(last_number(answer) == row["reference"]), "calls": -0.1 * num_calls}

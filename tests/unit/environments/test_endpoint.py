@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import textwrap
 import threading
 import urllib.error
@@ -390,3 +391,27 @@ def test_the_example_uses_a_tool_and_is_graded():
     assert say(episode, "It is 6").done
     assert episode.earned() == {"right": 1.0, "calls": -0.2}
     episode.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("122", "122"),
+        ("122.", "122"),
+        ("**122**", "122"),
+        ("The answer is 122.", "122"),
+        ("59+63=122", "122"),
+        ("43-75=-32", "-32"),
+        ("3,276", "3276"),
+        ("$122$", "122"),
+        ("122.0", "122"),
+        ("x = \\boxed{-32}", "-32"),
+        ("12.5", ""),
+        ("122 or more", ""),
+        ("", ""),
+    ],
+)
+def test_the_example_reads_the_number_at_the_end(answer, number):
+    pytest.importorskip("openai", reason="needs the package openai")
+    file = Path(__file__).parents[3] / "examples" / "agent" / "agent.py"
+    assert runpy.run_path(str(file))["last_number"](answer) == number
