@@ -54,47 +54,39 @@ ORDERS = (
 )
 QUOTAS = {"train": 16, "validation": 4, "test": 12}
 """Of the 32 words of a kind."""
-WORDS = [word for words in KINDS.values() for word in words]
 assert all(len(set(words)) == sum(QUOTAS.values()) for words in KINDS.values())
 
-Row = dict[str, Any]
-"""``prompt``, ``reference`` and, for ``label_match``, ``labels``."""
+Item = tuple[str, str]
+"""Prompt and reference."""
 
 
-def _sum(stream: random.Random) -> Row:
+def _sum(stream: random.Random) -> Item:
     a, b = stream.randrange(11, 100), stream.randrange(11, 100)
-    return {"prompt": f"What is {a} + {b}? Answer with the number only.", "reference": str(a + b)}
+    return f"What is {a} + {b}? Answer with the number only.", str(a + b)
 
 
-def _largest(stream: random.Random) -> Row:
+def _product(stream: random.Random) -> Item:
+    a, b = stream.randrange(3, 100), stream.randrange(3, 20)
+    return f"What is {a} * {b}? Answer with the number only.", str(a * b)
+
+
+def _largest(stream: random.Random) -> Item:
     numbers = stream.sample(range(10, 1000), stream.choice((3, 4)))
     shown = ", ".join(map(str, numbers))
-    prompt = f"Which number is the largest: {shown}? Answer with the number only."
-    return {"prompt": prompt, "reference": str(max(numbers))}
+    return f"Which number is the largest: {shown}? Answer with the number only.", str(max(numbers))
 
 
-def _first(stream: random.Random) -> Row:
-    words = stream.sample(WORDS, 4)
-    prompt = f"What is the first word of this list: {', '.join(words)}? Answer with one word."
-    return {"prompt": prompt, "reference": words[0], "labels": words}
-
-
-def _copy(stream: random.Random) -> Row:
-    number = str(stream.randrange(1000, 10000))
-    return {"prompt": f"Repeat this number and say nothing else: {number}", "reference": number}
-
-
-def _rows_of(make: Callable[[random.Random], Row], name: str) -> list[Row]:
-    stream, rows = random_stream(0, "smollm2_mixture", name), dict[str, Row]()
+def _number_rows(make: Callable[[random.Random], Item], name: str) -> list[dict[str, Any]]:
+    stream, rows = random_stream(0, "smollm2_mixture", name), dict[str, dict[str, Any]]()
     for split, number in SPLITS.items():
         end = len(rows) + number
         while len(rows) < end:
-            row = make(stream)
-            rows.setdefault(row["prompt"], row | {"split": split})
+            prompt, reference = make(stream)
+            rows.setdefault(prompt, {"prompt": prompt, "reference": reference, "split": split})
     return list(rows.values())
 
 
-def _kind_rows() -> Iterator[Row]:
+def _kind_rows() -> Iterator[dict[str, Any]]:
     stream = random_stream(0, "smollm2_mixture", "kind")
     for kind, words in KINDS.items():
         shuffled: Sequence[str] = stream.sample(words, len(words))
@@ -112,11 +104,10 @@ def prepare_mixture(options: Options) -> None:
     found = Run(arm=Arm(name="base"), seed=0, options=options).prepared
     data = options.directory / "smollm2" / "prepared" / "data"
     rows = {
-        "sum": (_rows_of(_sum, "sum"), "math_answer"),
-        "largest": (_rows_of(_largest, "largest"), "math_answer"),
+        "sum": (_number_rows(_sum, "sum"), "math_answer"),
+        "product": (_number_rows(_product, "product"), "math_answer"),
+        "largest": (_number_rows(_largest, "largest"), "math_answer"),
         "kind": (list(_kind_rows()), "label_match"),
-        "first": (_rows_of(_first, "first"), "label_match"),
-        "copy": (_rows_of(_copy, "copy"), "math_answer"),
     }
     tasks: dict[str, Any] = {}
     for name, (own, reward) in rows.items():

@@ -20,7 +20,19 @@ from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import data_failure, question_of, strip_thinking, value_of, without_question
 
-_MARK = re.compile(r"####|\banswer\s*(?:is|:|=)", re.IGNORECASE)
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+_MARK = re.compile(
+    r"####|\banswer\b(?:\s*[:=]|[ \t]*(?=\n)|(?:\s[^.:=\n]{0,40}?)?\s(?:is|be)\b)\s*[:=]?", re.IGNORECASE
+)
+_DISPLAYED = re.compile(r"\\\[(.*?)\\\]", re.DOTALL)
+_MINUS = re.compile("\u2212|(?<![\\w\u2013])\u2013(?=\\s?[\\d.\\\\])")
+_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})\s?(?=\d{3}(?!\d))")
+_QUOTED = re.compile('[`"\'*_\u201c\u2018]+([^`"*_]+?)[`"\'*_\u201d\u2019]+([.!]?)')
+_IN_PARENTHESES = re.compile(r"\(\s*([-+]?\d+(?:\.\d+)?)\s*\)\.?")
+_COMPUTATION = r"\d[\d.]*(?:\s*[+*/\u00d7\u00b7-]\s*\d[\d.]*)+"
+_EXPLAINED = re.compile(
+    rf"\$?([-+]?\d[\d,]*(?:\.\d+)?)\$?\s*(?:\(\s*{_COMPUTATION}\s*\)|\n\s*{_COMPUTATION})\.?"
+)
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
 _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
@@ -31,6 +43,8 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
 _DIVISION = re.compile(r"\\[cdt]?frac|\\(?:over|div)(?![a-z])|[\d)}]\s*[/:÷]\s*[\d({\\]")
+_COUNTED = re.compile(r"\\[dt]?binom|\\choose|\\det(?![a-z])|matrix\}")
+_COMPUTED = re.compile(f"{_DIVISION.pattern}|{_COUNTED.pattern}")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\s*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _MAX_CHARS = 4_000
@@ -40,14 +54,19 @@ _MAX_CHARS = 4_000
 class MathAnswer:
     r"""1 if the response's final answer equals the reference, else 0.
 
-    The final answer is the last ``\boxed{...}``, else the sentence after the last "####" or "answer is",
-    else (``answer: any``) the last expression. LaTeX, fractions, intervals, sets, units and percentages
-    are compared by value. "5%" is 5 only where the reference or the question speaks of percent; elsewhere it
-    is 0.05. An empty response, or one without an answer, scores 0. A repetition of the
-    question is no answer: its last number is the right one in 2 % of the rows of common data sets. Where the
-    reference is a number, a computation is no answer: "12 * 34" is right without being worked out, and a
-    policy that is rewarded for it learns to repeat the question's numbers. Fractions count, unless the
-    reference is a whole number.
+    The final answer is the last ``\boxed{...}``, else the last ``<answer>...</answer>``, else the sentence
+    after the last "####" or "answer is", else (``answer: any``) the last expression. LaTeX, fractions,
+    intervals, sets, units and percentages are compared by value. "5%" is 5 only where the reference or the
+    question speaks of percent; elsewhere it is 0.05. An empty response, or one without an answer, scores 0. A
+    repetition of the question is no answer: its last number is the right one in 2 % of the rows of common
+    data sets.
+
+    A computation is no answer unless the reference is one: "12 * 34" is right without being worked out, and a
+    policy that is rewarded for it learns to repeat the question's numbers. So
+
+    - where the reference is a number, a number counts. A fraction is one, unless the reference is whole;
+    - elsewhere roots and fractions count, sums, products and powers of numbers do not;
+    - an expression of the question counts only if the reference is written so ("Factor ...", "Simplify ...").
 
     What it cannot see: whether the way to the answer is right.
     """
@@ -63,7 +82,7 @@ class MathAnswer:
         """Column with the right answer: a number, or LaTeX without dollar signs."""
         answer: Annotated[str, OneOf("any", "boxed", "marked")] = "any"
         r"""Where an answer counts: ``any`` (last expression, if nothing marks one), ``marked`` ("answer is",
-        "####" or ``\boxed``), ``boxed`` (only ``\boxed``)."""
+        "####", ``<answer>`` or ``\boxed``), ``boxed`` (only ``\boxed``)."""
 
     @staticmethod
     def columns_of(config: Config) -> tuple[str, ...]:
@@ -93,34 +112,47 @@ class MathAnswer:
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
-        response = strip_thinking(rollout.response).replace("\u2212", "-")
+        response = _MINUS.sub("-", strip_thinking(rollout.response))
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)
         if _are_guesses(answer) and not _are_guesses(reference):
             return Score(value=0.0)
-        answer = _write_out(_WRAPPED.sub(r"\1", answer))
-        if "\\" in answer and "$" not in answer and not _WORD.search(answer):
+        answer = _write_out(_WRAPPED.sub(r"\1", _plain(answer)))
+        if _is_copied(answer, reference, question_of(rollout)):
+            return Score(value=0.0)
+        if "\\" in answer and not re.search(r"\$|\\[\[(]", answer) and not _WORD.search(answer):
             # Without dollar signs math-verify would read the fraction alone in 4\frac{1}{2}.
             answer = f"${answer.rstrip(' .,')}$"
         readings = [answer, _PERCENT_SIGN.sub("", answer)]
-        is_percent = False
+        golds, is_percent = [gold], False
         if not _PERCENT.search(f"{reference} {question_of(rollout)}"):
             readings, is_percent = [_PERCENT_SIGN.sub("/100", answer)], bool(_PERCENT_SIGN.search(answer))
-        is_right = any(
-            _bare(text) == _bare(reference) or _equal(gold, text, is_percent=is_percent)
-            for text in dict.fromkeys(readings)
-        )
-        return Score(value=float(is_right), answer=_canonical(readings[-1]))
+        elif _PERCENT_SIGN.search(reference):
+            golds.append(_parse_reference(_PERCENT_SIGN.sub("", reference)))
+        try:
+            is_right = any(
+                _bare(text) == _bare(reference) or _equal(own, text, is_percent=is_percent)
+                for text in dict.fromkeys(readings)
+                for own in golds
+            )
+            return Score(value=float(is_right), answer=_canonical(readings[-1]))
+        except (ValueError, ArithmeticError, RecursionError):  # of sympy, e.g. a number of 5,000 digits
+            return Score(value=0.0)
 
     def _final_answer(self, response: str) -> str:
         """Return the text for math-verify to read, empty if there is no answer."""
         boxed = last_boxed(response)
         if boxed is not None or self.config.answer == "boxed":
             return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() and len(boxed) <= _MAX_CHARS else ""
+        if tagged := _TAGGED.findall(response):
+            return str(tagged[-1]).strip()[:_MAX_CHARS]
         marks = list(_MARK.finditer(response))
         if marks:
-            return _SENTENCE_END.split(response[marks[-1].end() :].strip(), maxsplit=1)[0][:_MAX_CHARS]
+            text = response[marks[-1].end() :].strip()
+            if displayed := _DISPLAYED.match(text):
+                return f"${displayed[1].strip()}$"[:_MAX_CHARS]
+            return _SENTENCE_END.split(text, maxsplit=1)[0][:_MAX_CHARS]
         return "" if self.config.answer == "marked" else response.strip()[-_MAX_CHARS:]
 
 
@@ -146,9 +178,34 @@ def _bare(text: str) -> str:
     return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
 
 
+def _plain(answer: str) -> str:
+    """Return ``answer`` without what math-verify cannot read around or in a number.
+
+    That is a quote, a code mark, a parenthesis, a dollar sign of a price, a space between thousands. Of a
+    number with a computation below or in parentheses, such as "92 (34 + 58)", the number is returned.
+    """
+    answer = _IN_NUMBER.sub("", answer.strip().replace("\\$", ""))
+    for wrapped in (_QUOTED, _IN_PARENTHESES, _EXPLAINED):
+        if found := wrapped.fullmatch(answer):
+            answer = found[1].strip()
+    return answer
+
+
+def _is_copied(answer: str, reference: str, question: str) -> bool:
+    """Whether ``answer`` is an expression of the question, and the reference is written otherwise.
+
+    What is to be simplified, factored or written as a decimal equals the reference before any work.
+    """
+    texts = (_bare(text).rpartition("=")[2] for text in (answer, reference, question))
+    bare, right, asked = (re.sub(r"[{}]|\\left|\\right|(?<=\\)[dt](?=frac)", "", text) for text in texts)
+    if _NUMBER.fullmatch(bare) or bare == right or bare not in asked:
+        return False
+    return not _NUMBER.fullmatch(right) or bool(_DIVISION.search(answer))
+
+
 def _are_guesses(text: str) -> bool:
     """Whether ``text`` is nothing but several different numbers; math-verify would read the last one."""
-    text = text.replace("$", " ").strip().rstrip(". ")
+    text = text.replace("$", " ").strip(" \n()[].")
     if _GROUPED.fullmatch(text):
         return False
     numbers = _BETWEEN_GUESSES.sub(" ", text).split()
@@ -170,11 +227,14 @@ def _equal(gold: tuple[Any, ...], answer: str, *, is_percent: bool = False) -> b
     """Whether ``answer`` states the value of ``gold``; with ``is_percent``, "/100" is a percent sign."""
     parse, verify = _library()
     found = parse(answer, parsing_timeout=None)
-    if found and _is_number(gold[0]) and not isinstance(found[0], str):
+    if found and not isinstance(found[0], str) and not isinstance(gold[0], str):
         # the parser has worked out \frac{12}{4}: only the text shows the division
         stated = str(found[-1]).rpartition("=")[2]
         stated = stated.replace("/100", "") if is_percent else stated
-        if not _is_number(found[0]) or (gold[0].is_Integer and _DIVISION.search(stated)):
+        if not _is_number(gold[0]):
+            if _is_worked_out(gold[0]) and not _is_worked_out(found[0]):
+                return False
+        elif not _is_number(found[0]) or (_COMPUTED if gold[0].is_Integer else _COUNTED).search(stated):
             return False
     return bool(verify(list(gold), found, timeout_seconds=None))
 
@@ -194,8 +254,45 @@ def _is_number(value: Any) -> bool:
     return (
         len(numbers) + len(powers) == len(parts)
         and max(len(numbers), len(powers)) <= 1
-        and all(p.exp == -1 if p.base != 10 else p.exp.is_Integer for p in powers)
+        and all(p.base.is_Number and (p.exp == -1 if p.base != 10 else p.exp.is_Integer) for p in powers)
     )
+
+
+def _is_worked_out(value: Any) -> bool:
+    """Whether ``value`` has no computation of numbers that is left to do; roots and fractions may stay.
+
+    math-verify's parser does no computation, and sympy does it when it builds an expression anew. So a number
+    that the new one lacks was part of a computation.
+    """
+    from sympy import Symbol
+    from sympy.core.parameters import distribute
+
+    def built_anew(part: Any) -> Any:
+        if _may_stay(part):
+            return Symbol(str(part), positive=True)
+        return part.func(*map(built_anew, part.args)) if part.args else part
+
+    with distribute(False):  # 3 (x + 1) stays as it is
+        try:
+            return _numbers(value) <= {*_numbers(built_anew(value)), 1}
+        except (AttributeError, TypeError, ValueError):  # sympy cannot build it anew
+            return True
+
+
+def _numbers(value: Any) -> set[Any]:
+    if value.is_Rational:
+        return {abs(value.p), value.q}
+    if _may_stay(value):
+        return set()
+    return {abs(value)} if value.is_Number else set().union(*map(_numbers, value.args))
+
+
+def _may_stay(value: Any) -> bool:
+    """Whether ``value`` is the root of a whole number, or a fraction of two whole numbers."""
+    if value.is_Mul and len(value.args) == 2:
+        top, bottom = value.args
+        return bool(top.is_Integer and bottom.is_Pow and bottom.base.is_Integer and bottom.exp == -1)
+    return bool(value.is_Pow and value.base.is_Integer and value.exp.is_Rational and not value.exp.is_Integer)
 
 
 def _canonical(answer: str) -> str:

@@ -30,6 +30,23 @@ def value(response: str, reference: object = "72", answer: str = "any", **row: o
         r"first \boxed{70}, no: \boxed{72.0} at last",
         "<think>maybe 3?</think>72",
         "The answer is\n\n72",
+        "The answer is:\n\n\\[ 72 \\]",
+        "### Answer\n72",
+        "**Final Answer**\n72",
+        "The answer to 48 + 24 is 72.",
+        "The correct answer would be 72",
+        "<answer>72</answer>",
+        "first <answer>70</answer>, no: <answer> 72 </answer>",
+        "`72`",
+        "The answer is `72`.",
+        "'72'",
+        "\u201c72\u201d",
+        "*72*",
+        "(72)",
+        "\\[72\\]",
+        "\\$72",
+        "72 (48 + 24)",
+        "72\n\n48 + 24",
     ],
 )
 def test_right_answers_in_many_forms_score_one(response):
@@ -51,6 +68,14 @@ def test_right_answers_in_many_forms_score_one(response):
         "{{{{{{" * 50,
         "\x00\ud83d",
         "the answer is unknown",
+        "71 (48 + 24)",
+        "71\n48 + 24",
+        "72 (48 + 23) 71",
+        "72\n71",
+        "(71, 72)",
+        "`48 + 24`",
+        "<answer>48 + 24</answer>",
+        "<answer>71</answer> 72",
     ],
 )
 def test_wrong_empty_and_garbage_answers_score_zero(response):
@@ -73,6 +98,13 @@ def test_repeating_the_question_is_no_answer():
         (5, "5"),
         (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
         (r"11\sqrt2", r"\boxed{\sqrt{242}}"),
+        (r"4\sqrt3", r"\boxed{\frac{12}{\sqrt{3}}}"),
+        ("6x+3", r"\boxed{3(2x+1)}"),
+        ("(2,400)", "(2,400)"),
+        ("1234", r"\boxed{1\,234}"),
+        ("-5", "\u20135"),
+        (r"10\%", r"\boxed{10}"),
+        ("10%", "10"),
     ],
 )
 def test_latex_is_compared_by_value(reference, response):
@@ -174,6 +206,18 @@ def test_a_percent_sign_is_a_unit_only_where_the_row_speaks_of_percent(
         ("20", r"\text{20}", "2000/100"),
         ("7", r"\boxed{\mathbf{7}}", r"$14 \div 2$"),
         ("3", "3", r"\boxed{(12)/(4)}"),
+        ("120", "120", r"\boxed{\binom{10}{3}}"),
+        ("-2", "-2", r"\boxed{\begin{vmatrix}1&2\\3&4\end{vmatrix}}"),
+        (r"\frac{1}{20}", "0.05", r"\boxed{\frac{1}{\binom{6}{3}}}"),
+        ("1/6", "1/6", r"\boxed{\frac{1}{2\cdot 3}}"),
+        (r"\sqrt{13}", r"\boxed{\sqrt{13}}", r"\boxed{\sqrt{(3-1)^2+(5-2)^2}}"),
+        (r"9\pi", r"$9\pi$", r"\boxed{\pi \cdot 3^2}"),
+        ("(7, 2)", "(7,2)", r"\boxed{(3+4, 1+1)}"),
+        (r"\{7,9\}", r"\boxed{\{9,7\}}", r"\boxed{\{3+4,3^2\}}"),
+        ("2k+2", "$2+2k$", r"\boxed{(-k+4)+(-2+3k)}"),
+        ("6+9i", "$9i+6$", r"\boxed{(2+4i)+(4+5i)}"),
+        (r"\sqrt3", r"\boxed{\sqrt{3}}", r"\boxed{\tan\frac{\pi}{3}}"),
+        ("7", "7", r"\boxed{\binom{10^5}{5000}}"),  # of more digits than Python writes
     ],
 )
 def test_a_computation_that_is_left_to_do_is_no_number(reference, right, left_to_do):
@@ -182,10 +226,26 @@ def test_a_computation_that_is_left_to_do_is_no_number(reference, right, left_to
 
 
 @pytest.mark.parametrize(
-    ("reference", "response"), [(r"11\sqrt2", r"\boxed{\sqrt{242}}"), ("2^{10}", "$2^{10}$")]
+    ("question", "reference", "copied", "worked_out"),
+    [
+        (r"Simplify $\sqrt{242}$.", r"11\sqrt2", r"\sqrt{242}", r"11\sqrt{2}"),
+        ("Factor $ab + 5b + 2a + 10$.", "(a+5)(b+2)", "ab+5b+2a+10", "(b+2)(a+5)"),
+        (r"Write $\frac{3}{20}$ as a decimal.", "0.15", r"\frac{3}{20}", "0.150"),
+        (r"Which is larger, $\frac{1}{2}$ or $\frac{1}{3}$?", r"\frac12", r"\frac{1}{3}", r"\dfrac{1}{2}"),
+        (r"Which is larger, $\sqrt{2}$ or $1$?", r"\sqrt2", "1", r"\sqrt{2}"),
+        ("Is $y=2x+3$ or $y=2x$ the line?", "y=2x+3", "2x", "2x+3"),
+    ],
 )
-def test_where_the_reference_is_no_plain_number_equal_expressions_count(reference, response):
-    assert value(response, reference) == 1.0
+def test_an_expression_of_the_question_is_an_answer_only_as_the_reference_writes_it(
+    question, reference, copied, worked_out
+):
+    assert value(rf"\boxed{{{copied}}}", reference, prompt=question) == 0.0
+    assert value(rf"\boxed{{{worked_out}}}", reference, prompt=question) == 1.0
+
+
+@pytest.mark.parametrize("response", ["$2^{10}$", r"\boxed{2^{10}}", "1024"])
+def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
+    assert value(response, "2^{10}") == 1.0
 
 
 @pytest.mark.parametrize(
