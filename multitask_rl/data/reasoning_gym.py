@@ -102,6 +102,19 @@ def entry_of(row: Row) -> dict[str, Any]:
     return entry
 
 
+def score_of(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
+    """Return the verifier's score of ``answer``, 0 for what it cannot read.
+
+    Some verifiers raise then. A failure would leave the answer unscored, which is better than a low score.
+    If the verifier raises for the entry's own answer too, the entry or the settings are the cause.
+    """
+    try:
+        return float(generator.score_answer(answer=answer.strip() or None, entry=entry))
+    except Exception:  # noqa: BLE001 - a verifier raises what it likes
+        generator.score_answer(answer=entry["answer"] or None, entry=entry)
+        return 0.0
+
+
 def _plain(value: Any) -> Any:
     """Return ``value`` without numpy scalars and subclasses of text, whose ``repr`` is no literal."""
     if isinstance(value, dict):

@@ -16,7 +16,8 @@ Message = Mapping[str, Any]
 chat template (``name``, ``tool_call_id``)."""
 
 Earned = float | Mapping[str, float] | None
-"""What an episode earned: a reward, rewards by name, or None = unscored (never 0)."""
+"""What an episode earned: a reward, rewards by name, or None = nothing was given. An episode that ends so of
+itself is unscored (never 0); one that a limit or a constraint ended has ``unfinished`` of ``environment``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from multitask_rl.data.reasoning_gym import create_generator, entry_of
+from multitask_rl.data.reasoning_gym import create_generator, entry_of, score_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
@@ -475,7 +475,7 @@ class ReasoningGymWorld(World):
             start = text.rfind(f"<{tag}>")
             end = text.find(f"</{tag}>", start)
             text = text[start + len(tag) + 2 : end] if 0 <= start < end else text
-        score = float(self._dataset.score_answer(answer=text.strip() or None, entry=self._entry))
+        score = score_of(self._dataset, text, self._entry)
         self._scores.append(score)
         if score >= 1.0 or len(self._scores) == self.config.tries:
             return StepResult(done=True, info={"tries": len(self._scores)})

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.data.reasoning_gym import create_generator, entry_of
+from multitask_rl.data.reasoning_gym import create_generator, entry_of, score_of
 from multitask_rl.errors import DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import REWARDS, Located, locate
 from multitask_rl.records import Rollout
@@ -295,7 +295,7 @@ class ReasoningGymReward(ForeignReward):
             end = answer.find(f"</{tag}>", start)
             if start >= 0 and end >= 0:
                 answer = answer[start + len(tag) + 2 : end]
-        return float(self._dataset.score_answer(answer=answer.strip() or None, entry=entry_of(rollout.row)))
+        return score_of(self._dataset, answer, entry_of(rollout.row))
 
 
 class EvaluateReward(ForeignReward):

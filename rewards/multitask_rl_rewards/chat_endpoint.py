@@ -5,7 +5,6 @@ Plain HTTP from the standard library.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -20,10 +19,22 @@ from multitask_rl.boundary.posting import open_request
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, Positive, Settings
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import FailureKind
+from multitask_rl_rewards.marks import without_control_tokens
 from multitask_rl_rewards.text import strip_thinking
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
+_REFUSED = (400, 413, 422, 451)
+"""What a server says to a text that is too long, or that its filter does not let pass."""
 _MAX_REPLY_BYTES = 1 << 20
+_SCORE = (
+    r"(?:(?<![a-z])score[*_`#\s\"']{0,8}(?:\([^()\n]{0,40}\))?[*_`\s]{0,8}(?:[:=]|[-\u2013\u2014](?=\s))"
+    r"|(?m:^)[ \t#*_`>]{0,8}(?:(?:final|overall)[ \t])?score[ \t#*_`]{0,8}\n)"
+    r"[*_`#\s$\[\"'(<}]{0,8}(?:[-\u2013\u2014]\s{1,4})?[*_`$]{0,4}(?:\\boxed\{\s?)?(-?\d+(?:\.\d+)?)"
+)
+"""``Score: 8`` as judges write it: ``**Score**: 8/10``, ``Score (0-10) = 8``, ``Score - 8``, a heading with
+the number below. A dash before a space is no minus sign."""
+_served: set[tuple[str, ...]] = set()
+"""What has worked in this process: (address, model) replied, (address, model, pattern) gave a score."""
 
 
 class EndpointError(Exception):
@@ -32,6 +43,15 @@ class EndpointError(Exception):
     def __init__(self, message: str, kind: FailureKind = FailureKind.infra) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class UnansweredError(EndpointError):
+    """A model that has served before gives no reply or no score to this material, which is the cause.
+
+    Who wrote the material may have provoked it, and to be unscored is better than a low score: so the score
+    is the worst one. Until the model has served once, the configuration may be the cause, and the error is a
+    plain ``EndpointError``.
+    """
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,13 +67,14 @@ class EndpointConfig(Settings):
     temperature: NotNegative = 0.0
     """Of the model."""
     max_tokens: Count = 512
-    """Longest reply, tokens."""
+    """Longest reply, tokens; a judge whose reply ends before its score gives none."""
     timeout: Positive = 60.0
     """Seconds one request may take."""
     retries: Natural = 2
     """Further tries after a refused connection, a time-out or a busy server."""
-    pattern: str = r"Score:\s*\**\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression whose last match's first group is the score in a judge's reply."""
+    pattern: str = ""
+    """Regular expression whose last match's first group is the score in a judge's reply; empty = a number
+    behind ``Score:``, in the spellings of chat models (``**Score** = 8/10``)."""
     lowest: float = 0.0
     """The rubric's worst score; becomes 0."""
     highest: float = 10.0
@@ -75,7 +96,7 @@ class ChatEndpoint:
                 f"and {config.model!r}."
             )
         try:
-            self._pattern = re.compile(config.pattern, re.IGNORECASE)
+            self._pattern = re.compile(config.pattern or _SCORE, re.IGNORECASE)
         except re.error as error:
             raise ConfigError(f"{who}: `pattern` is not a regular expression: {error}") from error
         if self._pattern.groups != 1:
@@ -91,35 +112,41 @@ class ChatEndpoint:
 
         Raises:
             EndpointError: no reply (see ``ask``); kind ``grader``: no score in it, or one out of range.
+            UnansweredError: the same, of a judge that has given a score before.
         """
         reply = strip_thinking(self.ask([{"role": "user", "content": prompt}], seed))
         found = self._pattern.findall(reply)
         if not found:
-            raise EndpointError(f"the judge gave no score: {reply[-200:]!r}", FailureKind.grader)
+            raise self._unanswered(f"the judge gave no score: {reply[-200:]!r}", self._pattern.pattern)
         number = float(found[-1])
         low, high = self._config.lowest, self._config.highest
         if not min(low, high) <= number <= max(low, high):
-            raise EndpointError(
-                f"the judge's score {number:g} is outside {low:g} to {high:g}", FailureKind.grader
-            )
+            message = f"the judge's score {number:g} is outside {low:g} to {high:g}"
+            raise self._unanswered(message, self._pattern.pattern)
+        _served.add((self._config.base_url, self._config.model, self._pattern.pattern))
         return (number - low) / (high - low)
 
     def ask(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> str:
         """Return the model's reply; busy servers and broken connections are asked again.
 
+        Control tokens in the messages are broken up: see ``without_control_tokens``.
+
         Raises:
             EndpointError: kind ``infra``: no answer; ``grader``: it refuses, or it is no chat completion.
+            UnansweredError: the latter, of a model that has replied before.
         """
         body: dict[str, Any] = {
             "model": self._config.model,
-            "messages": messages,
+            "messages": [{**m, "content": without_control_tokens(m["content"])} for m in messages],
             "temperature": self._config.temperature,
             "max_tokens": self._config.max_tokens,
             "seed": seed,
         }
         for attempt in range(self._config.retries + 1):
             try:
-                return self._post(body)
+                reply = self._post(body)
+                _served.add((self._config.base_url, self._config.model))
+                return reply
             except EndpointError as error:
                 if error.kind is not FailureKind.infra or attempt == self._config.retries:
                     raise
@@ -142,20 +169,19 @@ class ChatEndpoint:
         except urllib.error.HTTPError as error:
             with error:
                 detail = error.read(300).decode("utf-8", "replace")
+            message = f"the endpoint answered {error.code}: {detail}"
+            if error.code in _REFUSED:
+                raise self._unanswered(message) from error
             kind = FailureKind.infra if error.code in _RETRIED else FailureKind.grader
-            raise EndpointError(f"the endpoint answered {error.code}: {detail}", kind) from error
+            raise EndpointError(message, kind) from error
         except OSError as error:  # refused, reset, timed out
             raise EndpointError(f"no answer from {self._config.base_url}: {error}") from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise EndpointError(
-                f"the endpoint's answer is no chat completion: {error!r}", FailureKind.grader
-            ) from error
+            raise self._unanswered(f"the endpoint's answer is no chat completion: {error!r}") from error
         if not isinstance(text, str):
-            raise EndpointError("the endpoint's answer holds no text", FailureKind.grader)
+            raise self._unanswered("the endpoint's answer holds no text")
         return text
 
-
-def mark_around(*texts: str) -> str:
-    """Return the line to put before and after material to judge: a hash of it, so it cannot hold the line."""
-    content = "\0".join(texts).encode("utf-8", "replace")
-    return f"=== {hashlib.blake2b(content, digest_size=6).hexdigest()} ==="
+    def _unanswered(self, message: str, *pattern: str) -> EndpointError:
+        has_served = (self._config.base_url, self._config.model, *pattern) in _served
+        return (UnansweredError if has_served else EndpointError)(message, FailureKind.grader)

@@ -15,8 +15,9 @@ class EnvironmentReward:
     """The sum of what the steps and the end of an episode gave.
 
     Rewards by name are components; their sum is the value, or the one called ``key``. An episode that the
-    environment left unscored (None) has no value: it counts in no mean and is not 0. An episode that a
-    constraint ended (``stream_every``) before the environment gave anything has 0: the actor ended it so.
+    environment left unscored (None) has no value: it counts in no mean and is not 0. An episode that a limit
+    (turns, tokens, tool calls) or a constraint (``stream_every``) ended before the environment gave anything
+    has ``unfinished``: the actor ended it so, and to be unscored would be better than a low reward.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(isolate=False)
@@ -27,6 +28,9 @@ class EnvironmentReward:
 
         key: str = ""
         """Name of the reward to take, of those that the environment gives; empty = their sum."""
+        unfinished: float = 0.0
+        """Value of an episode that a limit or a constraint ended before the environment gave anything. If the
+        environment gives negative rewards, set it to the worst one."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -36,7 +40,8 @@ class EnvironmentReward:
         return [self._score_one(rollout.earned, rollout.finish_reason) for rollout in rollouts]
 
     def _score_one(self, earned: float | Mapping[str, float] | None, reason: str) -> RewardResult:
-        nothing = Score(value=0.0) if reason == FLAGGED else NOT_APPLICABLE
+        is_cut = reason in ("length", FLAGGED)
+        nothing = Score(value=self.config.unfinished) if is_cut else NOT_APPLICABLE
         if earned is None:
             return nothing
         if not isinstance(earned, Mapping):

@@ -14,6 +14,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.guard_templates import FAMILIES, GuardFamily, build_prompt, family_of
+from multitask_rl_rewards.marks import as_one_turn
 from multitask_rl_rewards.text import data_failure, question_of, unread
 from multitask_rl_rewards.transformer_models import (
     ModelSettings,
@@ -122,7 +123,8 @@ class GuardModel:
                 f"the question leaves nothing of the judge's {self.model.max_length} tokens to the response"
             )
             return data_failure(message, self.plugin)
-        parts = self.model.split(self.model.clean(response), room, self.config.max_parts)
+        response = as_one_turn(self.model.clean(response))  # longer: a part must not outgrow its room
+        parts = self.model.split(response, room, self.config.max_parts)
         return unread(self.config.max_parts) if parts is None else [prompt(text) for text in parts]
 
     def _costs(self, prompts: list[str]) -> list[float]:

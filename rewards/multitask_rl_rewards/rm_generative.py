@@ -1,7 +1,6 @@
 """``rm_generative``: a judge behind an OpenAI-compatible endpoint (a vLLM server, a hosted model).
 
-The judge's words are read for a number; a judge that gives none is a ``grader`` failure, a connection that
-fails an ``infra`` one, never a 0.
+The judge's words are read for a number. A connection that fails is an ``infra`` failure, never a 0.
 """
 
 from __future__ import annotations
@@ -16,7 +15,13 @@ from multitask_rl.config.schema.ranges import Count
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.chat_endpoint import ChatEndpoint, EndpointConfig, EndpointError, mark_around
+from multitask_rl_rewards.chat_endpoint import (
+    ChatEndpoint,
+    EndpointConfig,
+    EndpointError,
+    UnansweredError,
+)
+from multitask_rl_rewards.marks import mark_around
 from multitask_rl_rewards.text import question_of, render, strip_thinking
 
 _NAME = "rm_generative"
@@ -34,8 +39,12 @@ RUBRIC = (
 class GenerativeJudge:
     """Mean of n judgements, scaled to [0, 1]; component ``spread``: their standard deviation.
 
-    An empty response scores 0 without asking. The marks around the material are a hash of it, so a response
-    cannot close them; it can still persuade. Never gate on one judge.
+    An empty response scores 0 without asking. A response to which no judgement has a score has 0 as well
+    (component ``votes``: 0): it may have provoked that, and to be unscored is better than a low score. Until
+    the judge has given its first score, that is a ``grader`` failure: the configuration may be the cause.
+
+    The marks around the material are a hash of it, so a response cannot close them; it can still persuade.
+    Never gate on one judge.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(
@@ -78,14 +87,17 @@ class GenerativeJudge:
     def _score_one(self, rollout: Rollout) -> RewardResult:
         if not strip_thinking(rollout.response).strip():
             return Score(value=0.0)
-        prompt, votes, failure = self._prompt(rollout), [], None
+        prompt, votes, failure, unanswered = self._prompt(rollout), [], None, False
         for index in range(self.config.votes):
             try:
                 votes.append(self._endpoint.judge(prompt, index))
             except EndpointError as error:
                 failure = Failure(kind=error.kind, message=str(error), source=_NAME)
+                unanswered = isinstance(error, UnansweredError)
         if not votes:
             assert failure is not None
+            if unanswered:
+                return Score(value=0.0, components={"spread": 0.0, "votes": 0.0})
             return failure
         spread = statistics.pstdev(votes)
         return Score(value=statistics.fmean(votes), components={"spread": spread, "votes": float(len(votes))})

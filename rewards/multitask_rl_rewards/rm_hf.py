@@ -23,7 +23,8 @@ class RewardModel:
     With one output the value is that logit (unbounded; only differences mean something). With several,
     ``label`` names one, and the value is its probability.
 
-    Component ``truncated``: 1 where the exchange was longer than ``max_length`` and lost its beginning.
+    Component ``truncated``: 1 where the exchange was longer than ``max_length`` and the response lost its
+    end. What stands there is not judged: keep prompt and response below ``max_length``.
 
     A reward model is a proxy: pair it with a held-out metric of another kind, and a KL leash.
     """
@@ -35,8 +36,8 @@ class RewardModel:
         """Keys of ``rm_hf`` in a tasks file."""
 
         max_length: Natural = 2048
-        """Tokens of prompt and response, at most the model's limit (0 = that); longer ones lose their
-        beginning."""
+        """Tokens of prompt and response, at most the model's limit (0 = that). A response that does not fit
+        loses its end; a prompt that leaves it less than a quarter loses its beginning."""
         label: str = ""
         """Output to use of a model with several."""
         template: str = ""

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class SequenceClassifier:
     """A sequence-classification model over exchanges, loaded (or shared) at construction.
 
-    An input of more than ``config.max_length`` tokens loses its beginning (of a pair: the longer part does),
-    see ``is_cut`` and ``worst_costs``. ``plugin`` is the name for errors.
+    In an input of more than ``config.max_length`` tokens the response loses its end; ``worst_costs`` reads it
+    in parts. The prompt stays whole, unless it leaves less than a quarter of an input to the response: then
+    it loses its beginning. ``plugin`` is the name for errors.
     """
 
     def __init__(self, config: ModelSettings, plugin: str) -> None:
@@ -51,7 +52,9 @@ class SequenceClassifier:
         """
         import torch
 
-        encoded = [self._encode(prompt, response, template) for prompt, response in exchanges]
+        encoded = [
+            self._encode(p, self._fitted(p, response, template), template) for p, response in exchanges
+        ]
         out = torch.zeros(len(encoded), len(self.labels))
         for indices in batches([len(features["input_ids"]) for features in encoded], self._batch_size):
             out[indices] = self._forward([encoded[i] for i in indices])
@@ -59,11 +62,11 @@ class SequenceClassifier:
 
     def is_cut(self, prompt: str, response: str, template: str = "") -> bool:
         """Whether the exchange is longer than an input may be."""
-        return len(self._encode(prompt, response, template, truncation=False)["input_ids"]) > self._max_length
+        return self._length(prompt, response, template) > self._max_length
 
     def is_prompt_cut(self, prompt: str, response: str) -> bool:
         """Whether ``prompt`` leaves too little of an input to ``response``, and loses its beginning."""
-        return self._room(prompt) < self._least_room and self.is_cut(prompt, response)
+        return self._room(prompt, "") < self._least_room and self.is_cut(prompt, response)
 
     def worst_costs(
         self, exchanges: Sequence[tuple[str, str]], cost: Callable[[Tensor], Tensor], most: int
@@ -89,15 +92,32 @@ class SequenceClassifier:
     def _least_room(self) -> int:
         return max(self._max_length // 4, 2)
 
-    def _room(self, prompt: str) -> int:
+    def _room(self, prompt: str, template: str) -> int:
         """Return the tokens that ``prompt`` leaves of an input."""
-        return self._max_length - len(self._encode(prompt, "", "", truncation=False)["input_ids"])
+        return self._max_length - self._length(prompt, "", template)
+
+    def _length(self, prompt: str, response: str, template: str) -> int:
+        return len(self._encode(prompt, response, template, truncation=False)["input_ids"])
+
+    def _fitted(self, prompt: str, response: str, template: str) -> str:
+        """Return ``response`` without the end that an input has no room for."""
+        if not self.is_cut(prompt, response, template):
+            return response
+        response = self._loaded.clean(response)
+        room, fitted = max(self._room(prompt, template), self._least_room), ""
+        for _ in range(3):  # beside other text the response may have a token more
+            fitted = self._loaded.beginning(response, room)
+            excess = self._length(prompt, fitted, template) - self._max_length
+            if excess <= 0:
+                break
+            room = max(room - excess, self._least_room)
+        return fitted
 
     def _parts(self, prompt: str, response: str, most: int) -> list[str]:
         """Return the parts of ``response`` that are read; none if there are more than ``most``."""
         if not self.is_cut(prompt, response):
             return [response]
-        room = max(self._room(prompt), self._least_room)
+        room = max(self._room(prompt, ""), self._least_room)
         return self._loaded.split(self._loaded.clean(response), room, most) or []
 
     def _forward(self, features: list[dict[str, list[int]]]) -> Tensor:

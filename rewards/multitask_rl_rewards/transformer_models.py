@@ -74,6 +74,12 @@ class LoadedModel:
         specials = [token for token in self.tokenizer.all_special_tokens if len(token) > 1]
         return remove_special_tokens(_SURROGATES.sub("\ufffd", text), specials)
 
+    def beginning(self, text: str, room: int) -> str:
+        """Return the first ``room`` tokens of ``text``."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        places = encoded["offset_mapping"][:room]
+        return text[: places[-1][1]] if places else ""
+
     def split(self, text: str, room: int, most: int) -> list[str] | None:
         """Return overlapping parts of ``text`` of at most ``room`` tokens: half of a part is in the next one.
 

@@ -80,6 +80,23 @@ def test_the_gold_answer_scores_full_and_silence_does_not(name: str) -> None:
 
 
 @needs_package
+@pytest.mark.parametrize("name", ["prime_factorization", "game_of_life", "coin_flip"])
+def test_an_answer_on_which_the_verifier_raises_scores_0(name: str) -> None:
+    spec = task(name)
+    reward, row = resolve_reward(spec.rewards[0], "here"), load_rows(spec, "train")[0]
+    answers = ["two times three", "{}", "1e999", "\x00"]
+    assert max(verdicts(reward, row, [f"<answer>{answer}</answer>" for answer in answers])) < 0.5
+
+
+@needs_package
+def test_a_row_on_whose_own_answer_the_verifier_raises_is_an_error() -> None:
+    spec = task("prime_factorization")
+    row = {**load_rows(spec, "train")[0], "answer": "two"}
+    with pytest.raises(ValueError, match="'two'"):
+        resolve_reward(spec.rewards[0], "here").score([make_rollout("three", row=row)])
+
+
+@needs_package
 def test_one_line_gives_prompts_and_verifier() -> None:
     spec = parse_tasks({"tasks": {"legs": {"dataset": "reasoning_gym:leg_counting"}}})["legs"]
     assert [(r.plugin, r.name, r.weight) for r in spec.rewards] == [

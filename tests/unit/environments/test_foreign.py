@@ -339,6 +339,14 @@ def test_the_last_of_the_tries_is_what_counts():
     assert world.earned() is None
 
 
+def test_an_answer_that_the_verifier_cannot_read_scores_0():
+    library = pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
+    world = build("reasoning_gym:prime_factorization", tries=1)
+    world.reset(dict(library.create_dataset("prime_factorization", size=1, seed=3)[0]))
+    assert world.step({"role": "assistant", "content": "two times three"}).done
+    assert world.earned() == 0.0
+
+
 def test_settings_and_rows_of_reasoning_gym_are_checked():
     questions()
     with pytest.raises(PluginError, match="unknown reasoning-gym data set 'no_such'"):

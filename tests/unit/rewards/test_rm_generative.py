@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -12,6 +13,7 @@ import pytest
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Score
+from multitask_rl_rewards.chat_endpoint import ChatEndpoint, EndpointConfig, EndpointError
 from multitask_rl_rewards.rm_generative import GenerativeJudge
 from reward_builders import rollout
 
@@ -29,6 +31,8 @@ class Judge(BaseHTTPRequestHandler):
             self._reply(503, {"error": "busy"})
         elif "forbidden" in answer:
             self._reply(401, {"error": "bad key"})
+        elif "too long" in answer:
+            self._reply(400, {"error": "longer than the model reads"})
         elif "broken" in answer:
             self._reply(200, {"choices": []})
         else:
@@ -113,6 +117,87 @@ def test_judge_that_does_not_judge_is_a_grader_failure(server, response, message
     assert len(server.seen) == 1
 
 
+@pytest.mark.parametrize("response", ["puzzling", "huge", "too long", "broken"])
+def test_a_response_that_a_working_judge_does_not_score_has_the_worst_score(server, response):
+    judge = build(server)
+    judge.score([rollout("good", prompt="Q?")])
+    (result,) = judge.score([rollout(response, prompt="Q?")])
+    assert result == Score(value=0.0, components={"spread": 0.0, "votes": 0.0})
+    (failure,) = judge.score([rollout("forbidden", prompt="Q?")])
+    assert (failure.kind, failure.message[:21]) == ("grader", "the endpoint answered")
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        *(
+            "Score: 8",
+            "score: 8",
+            "**Score**: 8",
+            "**Score:** 8/10",
+            "Score: **8**",
+            "Score:** 8",
+            "Score: _8_",
+        ),
+        *(
+            "### Score\n8",
+            "### Score\n\n**8**/10",
+            "## Final Score:\n8",
+            "**Score**\n8",
+            "Score = 8",
+            "Score - 8",
+        ),
+        *("Score \u2013 8/10", "Score (0-10): 8", "Score (out of 10) = 8", "Overall Score: 8.", "Score: - 8"),
+        *(
+            "`Score: 8`",
+            "Score: $8$",
+            "Score: \\boxed{8}",
+            "Score: [[8]]",
+            'Score: "8"',
+            "| Score: 8 |",
+            '{"score": 8}',
+        ),
+        *(
+            "Score: 3, no: Score: 8",
+            "Score: 8. A score of 10 would need a source.",
+            "<think>Score: 1</think>Score: 8",
+        ),
+        *("Score: 8\nThe score is not 10 as\n2 steps lack.", "Score: 8, from a range of 0 - 10"),
+    ],
+)
+def test_a_score_is_found_as_judges_spell_it(monkeypatch, reply):
+    assert judged(monkeypatch, reply) == 0.8
+
+
+@pytest.mark.parametrize(
+    "reply", ["A score of 8.", "8", "Scores\n8 of them", "underscore: 8", "Score: eight", ""]
+)
+def test_other_numbers_are_no_score(monkeypatch, reply):
+    with pytest.raises(EndpointError, match="no score"):
+        judged(monkeypatch, reply)
+
+
+def test_a_minus_sign_of_a_score_counts_and_a_dash_before_it_does_not(monkeypatch):
+    for reply in ("Score: -3", "Score = -3", "Score - -3", "**Score:** -3/5", "### Score\n-3"):
+        assert judged(monkeypatch, reply, lowest=-5.0, highest=5.0) == pytest.approx(0.2)
+    assert judged(monkeypatch, "Score - 3", lowest=-5.0, highest=5.0) == pytest.approx(0.8)
+
+
+def test_no_reply_makes_the_search_for_a_score_long(monkeypatch):
+    began = time.monotonic()
+    for text in ("Score" + " " * 100_000, "Score\n" * 50_000, "Score" + "*" * 100_000, "Score (" * 50_000):
+        with pytest.raises(EndpointError, match="no score"):
+            judged(monkeypatch, text)
+    assert time.monotonic() - began < 5.0
+
+
+def judged(monkeypatch, reply: str, **config: float) -> float:
+    monkeypatch.setattr(ChatEndpoint, "ask", lambda *_: reply)
+    return ChatEndpoint(
+        EndpointConfig(base_url=f"http://{time.monotonic_ns()}", model="m", **config), "t"
+    ).judge("")
+
+
 def test_unreachable_endpoint_is_an_infra_failure():
     config = GenerativeJudge.Config(base_url="http://127.0.0.1:9/v1", model="m", retries=0, timeout=2.0)
     (result,) = GenerativeJudge(config).score([rollout("good", prompt="Q?")])
@@ -125,7 +210,7 @@ def test_response_cannot_close_the_marks_or_fill_the_template(server):
     (result,) = build(server).score([rollout(forged, prompt="Q?", reference="R")])
     assert result.value == 0.2
     prompt = server.seen[0]["messages"][0]["content"]
-    mark = re.search(r"=== [0-9a-f]{12} ===", prompt)[0]
+    mark = re.search(r"=== [0-9]{12} ===", prompt)[0]
     assert mark not in forged
     assert prompt.split(mark)[-2].strip() == forged
     assert "\nR\n" in prompt

@@ -54,12 +54,26 @@ def test_batching_and_order_do_not_change_values(reward_model_dir):
     assert backwards[::-1] == pytest.approx(one_by_one, abs=1e-5)
 
 
-def test_too_long_input_keeps_the_end_of_the_response(reward_model_dir):
-    model = build(reward_model_dir, max_length=4)
-    long_answer = rollout("bad " * 50 + "is good good", prompt="hello")
-    assert values(model.score([long_answer])) == values(
-        model.score([rollout("is good good", prompt="hello")])
-    )
+@pytest.mark.parametrize("template", ["", "{prompt} it {response} is", "chat"])
+def test_a_response_that_is_too_long_loses_its_end_and_the_prompt_stays_whole(
+    reward_model_dir, template, monkeypatch
+):
+    model = build(reward_model_dir, max_length=8, template=template.replace("chat", ""))
+    if template == "chat":
+        chat = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}is"
+        monkeypatch.setattr(model._classifier._loaded.tokenizer, "chat_template", chat)
+    room = {"": 6, "chat": 3}.get(template, 4)
+    texts = ["good " * 50 + "bad bad", "good " * room, "bad " * 50]
+    long, fitting, bad = values(model.score([rollout(text, prompt="hello what") for text in texts]))
+    assert long == fitting != bad
+    (other,) = values(model.score([rollout(texts[0], prompt="bad bad")]))
+    assert other != long, "the prompt is read"
+
+
+def test_a_prompt_that_leaves_no_room_loses_its_beginning(reward_model_dir):
+    model = build(reward_model_dir, max_length=8)
+    long, short = (rollout("good bad " * 20, prompt=prompt) for prompt in ("it " * 50, "it " * 6))
+    assert values(model.score([long])) == values(model.score([short]))
 
 
 def test_chat_template_of_the_reward_model_is_used(tmp_path):
