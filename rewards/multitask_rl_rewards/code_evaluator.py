@@ -31,7 +31,7 @@ from multitask_rl_rewards.code_blocks import (
     parsed,
     parses,
 )
-from multitask_rl_rewards.text import data_failure
+from multitask_rl_rewards.text import answer_of, data_failure
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -112,7 +112,7 @@ class CodeEvaluator:
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return per rollout a score in [0, 1], with components ``tests`` and ``codebleu``, or a failure."""
-        blocks = [program_in(r.response, r.row, self.config.language) for r in rollouts]
+        blocks = [program_in(answer_of(r), r.row, self.config.language) for r in rollouts]
         tested = self._run_tests(rollouts, blocks) if self._runs else [None] * len(rollouts)
         return [
             self._combine(rollout, block, fraction)

@@ -34,7 +34,7 @@ class FactChecker:
     The reason of a verdict says if the evidence was cut.
 
     The evidence is the column ``evidence``, else the question itself ("Claim: ... Evidence: ..."). An empty
-    response is satisfied.
+    response, or one that states nothing, is satisfied: the task needs a reward of what the response says.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.ifeval_checks import CHECKS
-from multitask_rl_rewards.text import data_failure, strip_thinking
+from multitask_rl_rewards.text import answer_of, data_failure
 
 _NAME = "ifeval"
 
@@ -16,8 +17,9 @@ _NAME = "ifeval"
 class IFEval:
     """Value: share of instructions followed; component ``all``: 1 if every one was (prompt-level accuracy).
 
-    ``tests`` of a row: ``[{"instruction_id", "kwargs"}]``. An empty response follows nothing. The checks see
-    form, not sense: pair the reward with one that reads.
+    ``tests`` of a row: ``[{"instruction_id", "kwargs"}]``. A response without a word follows nothing. The
+    checks see form, not sense, as the published ones do: ``0`` is JSON, ``a******b`` two responses, the end
+    phrase alone a response that ends with it. A policy finds such texts: pair the reward with one that reads.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, needs=("tests",), timeout_s=10.0)
@@ -32,13 +34,13 @@ def _score_one(rollout: Rollout) -> RewardResult:
     tests = rollout.row.get("tests")
     if isinstance(tests, str) or not isinstance(tests, Sequence) or not tests:
         return data_failure("the row has no instructions in `tests`: a response cannot follow none", _NAME)
-    text = strip_thinking(rollout.response)
-    followed: list[bool] = []
+    text = answer_of(rollout)
+    followed, has_words = list[bool](), re.search(r"\w", text) is not None
     for test in tests:
         result = _follows(text, test)
         if isinstance(result, Failure):
             return result
-        followed.append(result and bool(text.strip()))
+        followed.append(result and has_words)
     return Score(value=sum(followed) / len(followed), components={"all": float(all(followed))})
 
 

@@ -9,17 +9,25 @@ from typing import ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.text import data_failure, strip_thinking, value_of, without_question
+from multitask_rl_rewards.text import answer_of, data_failure, value_of, without_question
 
 _NAME = "label_match"
+_NEGATED = re.compile(
+    r"(?:\b(?:not|non|neither|nor|never|no|nothing|none|cannot)\b|n['\u2019]t\b)[^\w.,;:!?\n]*"
+    r"(?:(?!but\b)[\w'\u2019/-]+[^\w.,;:!?\n]+){0,2}(?<![^\W_])\Z",
+    re.IGNORECASE,
+)
+_CLAUSE_CHARS = 80
 
 
 class LabelMatch:
     """1 if the response names the right label and no other, else 0.
 
     Labels are whole words, longest first, case ignored: ``non-hateful`` does not also name ``hateful``. A
-    response that names two labels hedges and scores 0, and so does one that names none. Repetitions of the
-    question, which lists the labels, do not count.
+    space may stand for a hyphen, and a plural for a label of three letters or more. A label at most three
+    words behind "not", "no", "neither" or the like in its clause is not named; "not hateful" names
+    ``non-hateful`` where there is such a label. A response that names two labels hedges and scores 0, and so
+    does one that names none. Repetitions of the question, which lists the labels, do not count.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
@@ -55,7 +63,7 @@ class LabelMatch:
             return labels
         if isinstance(labels, str) or reference not in labels:
             return data_failure(f"reference {reference!r} is not in labels {labels!r}", _NAME)
-        named = find_labels(without_question(strip_thinking(rollout.response), rollout), labels)
+        named = find_labels(without_question(answer_of(rollout), rollout), labels)
         return Score(value=float(named == {reference}), answer=", ".join(sorted(named)))
 
 
@@ -64,9 +72,28 @@ def find_labels(text: str, labels: Sequence[str]) -> set[str]:
 
     >>> sorted(find_labels("It is Non-Hateful.", ["hateful", "non-hateful"]))
     ['non-hateful']
+    >>> sorted(find_labels("It isn't hateful.", ["hateful", "non-hateful"]))
+    ['non-hateful']
     """
-    by_length = sorted(labels, key=len, reverse=True)
-    pattern = "|".join(re.escape(label) for label in by_length)
-    lowered = {label.lower(): label for label in labels}
-    found = re.findall(rf"(?<![\w-])(?:{pattern})(?![\w-])", text, re.IGNORECASE)
-    return {lowered[label.lower()] for label in found}
+    by_form = {_form(label): label for label in labels}
+    pattern = "|".join(_pattern(form) for form in sorted(by_form, key=len, reverse=True))
+    named = set[str]()
+    for match in re.finditer(rf"(?<![^\W_])(?<!-)(?:{pattern})(?![^\W_])(?!-)", text, re.IGNORECASE):
+        form = _form(match[0])
+        form = form if form in by_form else form.removesuffix("s")
+        if form not in by_form:
+            continue  # a letter that equals another one but for its case: U+017F for s
+        if not _NEGATED.search(text, max(0, match.start() - _CLAUSE_CHARS), match.start()):
+            named.add(by_form[form])
+        else:
+            named.update(by_form[other] for word in ("non", "not") if (other := f"{word} {form}") in by_form)
+    return named
+
+
+def _form(label: str) -> str:
+    return re.sub(r"[-_\s]+", " ", label.lower())
+
+
+def _pattern(form: str) -> str:
+    words = r"[-_\s]+".join(map(re.escape, form.split(" ")))
+    return f"{words}s?" if len(form) > 2 and form[-1].isalpha() else words

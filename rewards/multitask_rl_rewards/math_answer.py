@@ -18,7 +18,7 @@ from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.text import data_failure, question_of, strip_thinking, value_of, without_question
+from multitask_rl_rewards.text import answer_of, data_failure, question_of, value_of, without_question
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MARK = re.compile(
@@ -112,7 +112,7 @@ class MathAnswer:
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
-        response = _MINUS.sub("-", strip_thinking(rollout.response))
+        response = _MINUS.sub("-", answer_of(rollout))
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)

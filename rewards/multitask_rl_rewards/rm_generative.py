@@ -22,7 +22,7 @@ from multitask_rl_rewards.chat_endpoint import (
     UnansweredError,
 )
 from multitask_rl_rewards.marks import mark_around
-from multitask_rl_rewards.text import question_of, render, strip_thinking
+from multitask_rl_rewards.text import answer_of, question_of, render
 
 _NAME = "rm_generative"
 
@@ -85,7 +85,7 @@ class GenerativeJudge:
             return list(threads.map(self._score_one, rollouts))
 
     def _score_one(self, rollout: Rollout) -> RewardResult:
-        if not strip_thinking(rollout.response).strip():
+        if not answer_of(rollout).strip():
             return Score(value=0.0)
         prompt, votes, failure, unanswered = self._prompt(rollout), [], None, False
         for index in range(self.config.votes):
@@ -103,7 +103,7 @@ class GenerativeJudge:
         return Score(value=statistics.fmean(votes), components={"spread": spread, "votes": float(len(votes))})
 
     def _prompt(self, rollout: Rollout) -> str:
-        response, question = strip_thinking(rollout.response).strip(), question_of(rollout)
+        response, question = answer_of(rollout).strip(), question_of(rollout)
         reference = str(rollout.row.get(self.config.reference_column) or "")
         mark = mark_around(question, response, reference)
         return render(self.config.rubric, prompt=question, response=response, reference=reference, mark=mark)

@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
+from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Range, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.text import data_failure, strip_thinking
+from multitask_rl_rewards.text import answer_of, data_failure
 
-_FENCE = re.compile(r"\A\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"\A\s*```(?:json)?(.*?)```\s*\Z", re.DOTALL | re.IGNORECASE)
+
+_LONGEST_WORD = 50
+_TYPES = ["array", "boolean", "null", "number", "object", "string"]
 
 
 class Length:
@@ -68,7 +71,8 @@ class Length:
 class Repetition:
     """1 minus the share of n-grams that repeat an earlier one; an empty response is 0.
 
-    A response shorter than ``n`` words has no n-gram and scores 1.
+    Of a response shorter than 2 n words the n-grams are half as long as it is. A word of more than 50 letters
+    counts as that many words of one letter.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
@@ -89,11 +93,14 @@ class Repetition:
         return [Score(value=self._value(rollout.response)) for rollout in rollouts]
 
     def _value(self, text: str) -> float:
-        words, n = text.lower().split(), self.config.n
+        words = [
+            part for word in text.lower().split() for part in (word if len(word) > _LONGEST_WORD else [word])
+        ]
         if not words:
             return 0.0
+        n = min(self.config.n, max(1, len(words) // 2))
         grams = Counter(tuple(words[i : i + n]) for i in range(len(words) - n + 1))
-        return len(grams) / grams.total() if grams else 1.0
+        return len(grams) / grams.total()
 
 
 class Regex:
@@ -183,25 +190,28 @@ class Format:
 
 
 class JsonSchema:
-    """1 if the response is JSON that fits the schema, 0.5 if it is JSON that does not, 0 if it is no JSON.
+    """1 if the response is JSON that fits the schema, ``invalid`` if it does not, 0 if it is no JSON.
 
     Component ``valid``: 1 if it fits, else 0.
 
-    A markdown fence around the whole response is allowed; text beside it is not. The schema is the
-    configuration's, else the row's column ``schema``.
+    JSON of another ``type`` than that of the whole schema scores 0, as NaN and Infinity do: where the schema
+    asks for an object, ``0`` or ``[]`` earns nothing. A markdown fence around the whole response is allowed;
+    text beside it is not. The schema is the configuration's, else the row's column ``schema``.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, timeout_s=5.0)
     one_by_one: ClassVar[bool] = True
 
     @dataclass(kw_only=True, slots=True)
-    class Config:
+    class Config(Settings):
         """Keys of ``json_schema`` in a tasks file."""
 
         schema: dict[str, Any] = field(default_factory=dict)
         """JSON schema; empty = the row's."""
         schema_column: str = "schema"
         """Column with the schema: a mapping, or its JSON text."""
+        invalid: Annotated[float, Range("[0, 1]")] = 0.5
+        """Value of JSON that does not fit. ``{}`` earns it, too: 0 where another reward pays for the form."""
 
     def __init__(self, config: Config) -> None:
         """Check the schema.
@@ -222,10 +232,10 @@ class JsonSchema:
         schema = self.config.schema or _row_schema(rollout.row.get(self.config.schema_column))
         if isinstance(schema, Failure):
             return schema
-        text = strip_thinking(rollout.response).strip()
+        text = answer_of(rollout).strip()
         fence = _FENCE.match(text)
         try:
-            value = json.loads(fence[1] if fence else text)
+            value = json.loads(fence[1] if fence else text, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return Score(value=0.0, components={"valid": 0.0})
         validator = _validator(schema)
@@ -233,9 +243,17 @@ class JsonSchema:
 
         try:
             fits = validator.is_valid(value)
+            earns = fits or validator.evolve(schema={"type": schema.get("type", _TYPES)}).is_valid(value)
         except Unresolvable as error:
             return data_failure(f"the schema refers to {error.ref!r}, which it does not hold", "json_schema")
-        return Score(value=1.0 if fits else 0.5, components={"valid": float(fits)})
+        except (ArithmeticError, ValueError):  # `multipleOf` of 1e999, which is infinite
+            fits, earns = False, True
+        value = 1.0 if fits else self.config.invalid * earns
+        return Score(value=value, components={"valid": float(fits)})
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _row_schema(value: Any) -> Mapping[str, Any] | Failure:

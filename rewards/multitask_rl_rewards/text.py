@@ -8,7 +8,7 @@ from typing import Any
 
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 
-_THINKING_END = "</think>"
+_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def render(template: str, **values: str) -> str:
@@ -24,16 +24,27 @@ def render(template: str, **values: str) -> str:
     return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
 
 
-def strip_thinking(response: str) -> str:
-    """Return what follows the last ``</think>``; an unfinished ``<think>`` block leaves nothing.
+def strip_thinking(text: str, prompt: str | None = None) -> str:
+    """Return ``text`` without its thoughts: from each ``<think>`` to the next ``</think>``, or to the end.
+
+    The first thoughts are open at the beginning if ``prompt`` ends with ``<think>``. Without a prompt they
+    are if a ``</think>`` comes before any ``<think>``.
 
     >>> strip_thinking("<think>is it 3?</think> 4")
     ' 4'
+    >>> strip_thinking("So 3, </think> 4", prompt="What is 2 + 2?")
+    'So 3, </think> 4'
     """
-    _, end, answer = response.rpartition(_THINKING_END)
-    if end:
-        return answer
-    return "" if response.lstrip().startswith("<think>") else response
+    if prompt is None:
+        is_open = "</think>" in text.partition("<think>")[0]
+    else:
+        is_open = prompt.rstrip().endswith("<think>")
+    return _THOUGHTS.sub("", f"<think>{text}" if is_open else text)
+
+
+def answer_of(rollout: Rollout) -> str:
+    """Return the response without thoughts; "" if they are not finished."""
+    return strip_thinking(rollout.response, rollout.prompt.text)
 
 
 def question_of(rollout: Rollout, column: str = "prompt") -> str:

@@ -12,7 +12,7 @@ from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
-from multitask_rl_rewards.text import data_failure, strip_thinking, value_of
+from multitask_rl_rewards.text import answer_of, data_failure, value_of
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _AROUND = " .,()*`\"'\n"
 
 
-def extract_answer(response: str, pattern: re.Pattern[str] | None) -> str:
-    """Return the answer inside a response: the last match of ``pattern``, else the whole, stripped.
+def extract_answer(rollout: Rollout, pattern: re.Pattern[str] | None) -> str:
+    """Return the answer in a response: the last match of ``pattern``, else the whole, stripped.
 
     The match's first group that took part is the answer. No match is no answer: an empty string.
     """
-    response = strip_thinking(response)
+    response = answer_of(rollout)
     if pattern is None:
         return response.strip()
     matches = list(pattern.finditer(response))
@@ -94,7 +94,7 @@ class _ReferenceReward(ABC):
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one value in [0, 1] per rollout; an empty answer is 0, a missing reference a failure."""
         accepted = [self._references(rollout) for rollout in rollouts]
-        answers = [_encodable(extract_answer(rollout.response, self._pattern)) for rollout in rollouts]
+        answers = [_encodable(extract_answer(rollout, self._pattern)) for rollout in rollouts]
         asked = [i for i, texts in enumerate(accepted) if not isinstance(texts, Failure) and answers[i]]
         values = dict(
             zip(asked, self._compare([answers[i] for i in asked], [accepted[i] for i in asked]), strict=True)

@@ -35,7 +35,8 @@ class ToolUse:
         most: Mapping[str, int] = field(default_factory=dict)
         """Most calls of an episode by tool; the name ``*`` stands for all tools together."""
         arguments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-        """Tool -> argument -> regular expression that the whole argument, as text, has to match."""
+        """Tool -> argument -> regular expression that the whole argument, as text, has to match. An
+        argument that a call leaves out is an empty text."""
 
     def __init__(self, config: Config) -> None:
         """Compile the expressions.
@@ -86,9 +87,8 @@ class ToolUse:
                 for name in (call.name, "*"):
                     if counts[name] > config.most.get(name, counts[name]):
                         return f"{where}: call {counts[name]} of {config.most[name]}"
-                for key, value in call.arguments.items():
-                    pattern = self._patterns.get((call.name, key))
-                    if pattern is not None and not pattern.fullmatch(str(value)):
+                for (tool, key), pattern in self._patterns.items():
+                    if tool == call.name and not pattern.fullmatch(str(call.arguments.get(key, ""))):
                         return f"{where}: {key} does not match {pattern.pattern!r}"
         return ""
 

@@ -61,7 +61,7 @@ REWARDS = {
     "ifeval": IFEval(),
     "label_match": LabelMatch(LabelMatch.Config()),
     "refusal": Refusal(),
-    "over_refusal": OverRefusal(),
+    "over_refusal": OverRefusal(OverRefusal.Config()),
     "length": shape.Length(shape.Length.Config()),
     "repetition": shape.Repetition(shape.Repetition.Config()),
     "regex": shape.Regex(shape.Regex.Config(pattern="a+x")),

@@ -158,6 +158,7 @@ def test_languages_are_told_apart(language):
 def test_examples_in_docstrings_hold_and_texts_without_letters_have_no_language():
     assert doctest.testmod(languages).failed == 0
     assert detect_language("") == detect_language("123 !?") == ""
+    assert detect_language("guitar: string, piano: keyboard") == "en", "a list has no common word"
 
 
 def score(response: str, *tests: dict) -> Score | Failure:
@@ -174,9 +175,11 @@ def test_value_is_the_share_followed_and_all_needs_every_one():
     assert score("a", NO_COMMA, TITLE) == Score(value=0.5, components={"all": 0.0})
 
 
-@pytest.mark.parametrize("response", ["", "  \n", "<think>a", "<think>a</think>"])
-def test_empty_response_follows_nothing(response):
-    assert score(response, NO_COMMA) == Score(value=0.0, components={"all": 0.0})
+@pytest.mark.parametrize("response", ["", "  \n", "<think>a", "<think>a</think>", "?!", '""', "[][]"])
+def test_a_response_without_a_word_follows_nothing(response):
+    quoted = {"instruction_id": "startend:quotation", "kwargs": {}}
+    places = {"instruction_id": "detectable_content:number_placeholders", "kwargs": {"num_placeholders": 2}}
+    assert score(response, NO_COMMA, quoted, places) == Score(value=0.0, components={"all": 0.0})
 
 
 @pytest.mark.parametrize(

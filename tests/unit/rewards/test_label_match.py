@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from multitask_rl.records import Failure, Score
-from multitask_rl_rewards.label_match import LabelMatch
+from multitask_rl_rewards.label_match import LabelMatch, find_labels
 from reward_builders import rollout
 
 LABELS = ["hateful", "non-hateful"]
@@ -18,7 +18,20 @@ def value(response: str, reference: str = "non-hateful", **row: object) -> float
 
 
 @pytest.mark.parametrize(
-    "response", ["non-hateful", "It is NON-HATEFUL.", "<think>hateful?</think>non-hateful", "**non-hateful**"]
+    "response",
+    [
+        "non-hateful",
+        "It is NON-HATEFUL.",
+        "<think>hateful?</think>non-hateful",
+        "**non-hateful**",
+        "_non-hateful_",
+        "non hateful",
+        "This text is not hateful.",
+        "It isn\u2019t hateful.",
+        "It does not contain hateful speech",
+        "No, it is non-hateful.",
+        "non-hateful, not hateful",
+    ],
 )
 def test_the_one_right_label_scores_one(response):
     assert value(response) == 1.0
@@ -31,7 +44,7 @@ def test_the_one_right_label_scores_one(response):
         " ",
         "hateful",
         "hateful or non-hateful",
-        "non-hateful, not hateful",
+        "not non-hateful",
         "nonhateful",
         "hatefully",
         "none",
@@ -39,6 +52,26 @@ def test_the_one_right_label_scores_one(response):
 )
 def test_wrong_hedged_and_missing_labels_score_zero(response):
     assert value(response) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "named"),
+    [
+        ("Animals", ["animal"]),
+        ("animal\u017f", []),
+        ("An_animal", ["animal"]),
+        ("Not an animal", []),
+        ("It is not a food but an animal.", ["animal"]),
+        ("An animal, not a food", ["animal"]),
+        ("It is neither animal nor food", []),
+        ("There is no doubt that it is an animal", ["animal"]),
+        ("animal/foods", ["animal", "food"]),
+        ("non-animal", []),
+        ("as", []),
+    ],
+)
+def test_negated_labels_are_not_named_and_plurals_are(response, named):
+    assert sorted(find_labels(response, ["animal", "food", "A"])) == named
 
 
 def test_repeating_the_question_names_no_label():

@@ -38,6 +38,14 @@ def test_repetition_is_the_share_of_new_n_grams():
     assert value(reward, "a") == 1.0
 
 
+def test_repetition_of_short_responses_and_within_a_long_word():
+    reward = Repetition(Repetition.Config())
+    assert value(reward, "yes. yes. yes.") == pytest.approx(1 / 3)
+    assert value(reward, "no no no no") == pytest.approx(1 / 3)
+    assert value(reward, "ha" * 200) == pytest.approx(2 / 397)
+    assert [value(reward, text) for text in ("Yes.", "New York", "the more the merrier")] == [1.0] * 3
+
+
 def test_regex_searches_matches_wholly_or_asks_for_absence():
     assert value(Regex(Regex.Config(pattern=r"\d+")), "it is 42") == 1.0
     assert value(Regex(Regex.Config(pattern=r"\d+", full=True)), "it is 42") == 0.0
@@ -74,19 +82,45 @@ SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "require
         ('```json\n{"age": 3}\n```', 1.0),
         ('<think>hm</think>{"age": 3}', 1.0),
         ('{"age": "3"}', 0.5),
-        ("[]", 0.5),
+        ('```{"age": 3}```', 1.0),
+        ('```json {"age": 3}```', 1.0),
+        ("{}", 0.5),
+        ("[]", 0.0),
+        ("0", 0.0),
+        ("null", 0.0),
+        ('{"age": NaN}', 0.0),
+        ('{"age": 3, "price": Infinity}', 0.0),
         ('Sure: {"age": 3}', 0.0),
         ("{age: 3}", 0.0),
         ('{"age": 3} {"age": 3}', 0.0),
         ("[" * 20_000, 0.0),
     ],
-    ids=range(9),
+    ids=range(16),
 )
 def test_json_schema_grades_validity(response, expected):
     assert value(JsonSchema(JsonSchema.Config(schema=SCHEMA)), response) == expected
     assert value(JsonSchema(JsonSchema.Config()), response, schema=SCHEMA) == expected
     (score,) = JsonSchema(JsonSchema.Config(schema=SCHEMA)).score([rollout(response)])
     assert score.components == {"valid": float(expected == 1.0)}, "a response without JSON counts in the mean"
+
+
+@pytest.mark.parametrize(
+    ("schema", "response", "expected"),
+    [
+        ({"type": "number", "multipleOf": 0.01}, "1e999", 0.25),
+        ({"type": "integer", "multipleOf": 3}, "1e999", 0.0),
+        ({"type": "number", "multipleOf": 0.5}, "2.5", 1.0),
+        ({"type": ["object", "null"], "required": ["a"]}, "{}", 0.25),
+        ({"type": ["object", "null"], "required": ["a"]}, "0", 0.0),
+        ({"type": ["object", "null"], "required": ["a"]}, "null", 1.0),
+        ({"enum": [1, 2]}, "3", 0.25),
+        ({"enum": [1, 2]}, '"x"', 0.25),
+    ],
+)
+def test_json_of_the_right_type_that_does_not_fit_earns_invalid(schema, response, expected):
+    assert value(JsonSchema(JsonSchema.Config(schema=schema, invalid=0.25)), response) == expected
+    least = value(JsonSchema(JsonSchema.Config(schema=schema, invalid=0)), response)
+    assert least == (1.0 if expected == 1.0 else 0.0)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_the_first_call_that_breaks_a_limit_is_the_reason(config, reason):
     assert (found.cost, found.violated) == (float(bool(reason)), bool(reason))
 
 
+@pytest.mark.parametrize(
+    ("pattern", "is_violated"), [("[a-z]+", True), (".*", False), ("([a-z]+)?", False)], ids=range(3)
+)
+def test_a_missing_argument_is_an_empty_one(pattern, is_violated):
+    for arguments in ({}, {"q": "UPPER"}):
+        found = verdict({"arguments": {"search": {"query": pattern}}}, call("search", **arguments))
+        assert found.violated == is_violated
+
+
 def test_an_unreadable_call_counts_as_a_call_of_no_allowed_tool():
     assert verdict({"allowed": ["search"]}, "<tool_call>{</tool_call>").violated
     assert not verdict({"allowed": ["search"]}, "no call at all").violated

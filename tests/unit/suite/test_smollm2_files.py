@@ -56,7 +56,7 @@ def test_no_instruction_is_a_prompt_of_ifeval(generators):
 def test_only_the_right_values_of_an_extraction_score_one(generators):
     rows = generators.extraction_rows(0, "train", 50)
     exact, shape = (
-        JsonSchema(JsonSchema.Config(schema_column="exact_schema")),
+        JsonSchema(JsonSchema.Config(schema_column="exact_schema", invalid=0)),
         JsonSchema(JsonSchema.Config()),
     )
     wrong = [json.dumps(dict.fromkeys(json.loads(row["reference"]), "?")) for row in rows]
@@ -64,7 +64,7 @@ def test_only_the_right_values_of_an_extraction_score_one(generators):
     for reward in (exact, shape):
         assert {result.value for result in reward.score(right)} == {1.0}
     others = exact.score([rollout(text, **row) for text, row in zip(wrong, rows, strict=True)])
-    assert {result.value for result in others} == {0.5}
+    assert {result.value for result in others} == {0.0}
 
 
 def test_no_task_selects_by_the_split_test(tmp_path):

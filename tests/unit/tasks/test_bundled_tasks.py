@@ -15,7 +15,10 @@ from multitask_rl.data.render import render_template
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import CONSTRAINTS, REWARDS, TASKS, build_plugin, list_plugins, load_plugin
 from multitask_rl.records import NOT_APPLICABLE, Prompt, Rollout, Score
+from multitask_rl.testing import make_rollout
+from multitask_rl_rewards.text_match import ExactMatch
 from multitask_rl_tasks.sourced import SourcedTask
+from multitask_rl_tasks.truthfulqa import TruthfulQA
 
 DATA = Path(os.environ.get("MULTITASK_RL_DATA", Path(__file__).resolve().parents[4] / "shared" / "data"))
 NAMES = [p.name for p in list_plugins(TASKS) if p.value.split(":")[0].count(".") == 1]
@@ -307,6 +310,21 @@ def test_every_real_stdio_row_expects_two_outputs():
     rows = all_rows("code_stdio")
     assert len(rows) == 1245, "of 1584"
     assert all(len({test["stdout"] for test in row["tests"]}) > 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        *((text, 1.0) for text in ("Answer: B", "**Answer:** B", "Answer: **B**", "answer: (B).")),
+        *((text, 1.0) for text in ("The answer is B.", "Answer: \\boxed{B}", "Answer:\n_B_", "B.", "(B)")),
+        *((text, 0.0) for text in ("Answer: Because", "Answer: A", "no answer B", "Answer: B'", "It is B")),
+    ],
+)
+def test_truthfulqa_reads_the_letter_in_the_usual_spellings(response, value):
+    (entry,) = TruthfulQA(TruthfulQA.Config()).settings()["rewards"]
+    reward = ExactMatch(ExactMatch.Config(**entry["config"]))
+    (result,) = reward.score([make_rollout(response, row={"reference": "B"})])
+    assert result == Score(value=value)
 
 
 def test_options_of_truthfulqa_are_shuffled_the_same_way_every_time():
