@@ -97,8 +97,6 @@ def prepare(
     template = tasks["safety"]["prompt"]
     for name in left_out:
         tasks.pop(name, None)
-    if "preference" in left_out and "instructions" in tasks:  # no reward model
-        tasks["instructions"]["rewards"] = ["ifeval"]
     for name in tasks:
         tests[name] = {"eval_split": "test", "evaluation_only": True}
     ifeval = directory / "data" / "ifeval.jsonl"
