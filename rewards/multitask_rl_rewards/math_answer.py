@@ -20,18 +20,18 @@ from multitask_rl.errors import MissingExtraError
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import answer_of, data_failure, question_of, value_of, without_question
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _MARK = re.compile(
     r"####|\banswer\b(?:\s*[:=]|[ \t]*(?=\n)|(?:\s[^.:=\n]{0,40}?)?\s(?:is|be)\b)\s*[:=]?", re.IGNORECASE
 )
 _DISPLAYED = re.compile(r"\\\[(.*?)\\\]", re.DOTALL)
 _MINUS = re.compile("\u2212|(?<![\\w\u2013])\u2013(?=\\s?[\\d.\\\\])")
 _IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})\s?(?=\d{3}(?!\d))")
-_QUOTED = re.compile('[`"\'*_\u201c\u2018]+([^`"*_]+?)[`"\'*_\u201d\u2019]+([.!]?)')
+_QUOTES = "`\"'*_\u201c\u201d\u2018\u2019"
+_QUOTED = re.compile(f"[{_QUOTES}]+([^{_QUOTES}]+)[{_QUOTES}]+[.!]?")
 _IN_PARENTHESES = re.compile(r"\(\s*([-+]?\d+(?:\.\d+)?)\s*\)\.?")
 _COMPUTATION = r"\d[\d.]*(?:\s*[+*/\u00d7\u00b7-]\s*\d[\d.]*)+"
 _EXPLAINED = re.compile(
-    rf"\$?([-+]?\d[\d,]*(?:\.\d+)?)\$?\s*(?:\(\s*{_COMPUTATION}\s*\)|\n\s*{_COMPUTATION})\.?"
+    rf"\$?([-+]?\d[\d,]*(?:\.\d+)?)\$?[ \t]*(?:\(\s*{_COMPUTATION}\s*\)|\n\s*{_COMPUTATION})\.?"
 )
 _SENTENCE_END = re.compile(r"\n|(?<=\S)\.(?=\s)")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|[{}]")
@@ -129,7 +129,7 @@ class MathAnswer:
         if not _PERCENT.search(f"{reference} {question_of(rollout)}"):
             readings, is_percent = [_PERCENT_SIGN.sub("/100", answer)], bool(_PERCENT_SIGN.search(answer))
         elif _PERCENT_SIGN.search(reference):
-            golds.append(_parse_reference(_PERCENT_SIGN.sub("", reference)))
+            golds += filter(None, [_parse_reference(_PERCENT_SIGN.sub("", reference))])
         try:
             is_right = any(
                 _bare(text) == _bare(reference) or _equal(own, text, is_percent=is_percent)
@@ -145,8 +145,9 @@ class MathAnswer:
         boxed = last_boxed(response)
         if boxed is not None or self.config.answer == "boxed":
             return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() and len(boxed) <= _MAX_CHARS else ""
-        if tagged := _TAGGED.findall(response):
-            return str(tagged[-1]).strip()[:_MAX_CHARS]
+        _, tag, tagged = response.rpartition("</answer>")[0].rpartition("<answer>")
+        if tag:
+            return tagged.strip()[:_MAX_CHARS]
         marks = list(_MARK.finditer(response))
         if marks:
             text = response[marks[-1].end() :].strip()
@@ -196,7 +197,7 @@ def _is_copied(answer: str, reference: str, question: str) -> bool:
 
     What is to be simplified, factored or written as a decimal equals the reference before any work.
     """
-    texts = (_bare(text).rpartition("=")[2] for text in (answer, reference, question))
+    texts = _bare(answer).rpartition("=")[2], _bare(reference).rpartition("=")[2], _bare(question)
     bare, right, asked = (re.sub(r"[{}]|\\left|\\right|(?<=\\)[dt](?=frac)", "", text) for text in texts)
     if _NUMBER.fullmatch(bare) or bare == right or bare not in asked:
         return False

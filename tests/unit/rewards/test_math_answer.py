@@ -232,6 +232,7 @@ def test_a_computation_that_is_left_to_do_is_no_number(reference, right, left_to
         ("Factor $ab + 5b + 2a + 10$.", "(a+5)(b+2)", "ab+5b+2a+10", "(b+2)(a+5)"),
         (r"Write $\frac{3}{20}$ as a decimal.", "0.15", r"\frac{3}{20}", "0.150"),
         (r"Which is larger, $\frac{1}{2}$ or $\frac{1}{3}$?", r"\frac12", r"\frac{1}{3}", r"\dfrac{1}{2}"),
+        ("If $x=2$, factor $x^2+5x+6=0$ (left of $=$).", "(x+2)(x+3)", "x^2+5x+6", "(x+3)(x+2)"),
         (r"Which is larger, $\sqrt{2}$ or $1$?", r"\sqrt2", "1", r"\sqrt{2}"),
         ("Is $y=2x+3$ or $y=2x$ the line?", "y=2x+3", "2x", "2x+3"),
     ],
