@@ -46,11 +46,10 @@ class EndpointError(Exception):
 
 
 class UnansweredError(EndpointError):
-    """A model that has served before gives no reply or no score to this material, which is the cause.
+    """The model gives no reply, or no score, to this material.
 
-    Who wrote the material may have provoked it, and to be unscored is better than a low score: so the score
-    is the worst one. Until the model has served once, the configuration may be the cause, and the error is a
-    plain ``EndpointError``.
+    If it has served before (``has_replied``, ``has_scored``), the material is the cause: who wrote it may
+    have provoked that, and to be unscored is better than a low score. Else the configuration may be.
     """
 
 
@@ -112,18 +111,18 @@ class ChatEndpoint:
 
         Raises:
             EndpointError: no reply (see ``ask``); kind ``grader``: no score in it, or one out of range.
-            UnansweredError: the same, of a judge that has given a score before.
+            UnansweredError: the latter two.
         """
         reply = strip_thinking(self.ask([{"role": "user", "content": prompt}], seed))
         found = self._pattern.findall(reply)
         if not found:
-            raise self._unanswered(f"the judge gave no score: {reply[-200:]!r}", self._pattern.pattern)
+            raise UnansweredError(f"the judge gave no score: {reply[-200:]!r}", FailureKind.grader)
         number = float(found[-1])
         low, high = self._config.lowest, self._config.highest
         if not min(low, high) <= number <= max(low, high):
             message = f"the judge's score {number:g} is outside {low:g} to {high:g}"
-            raise self._unanswered(message, self._pattern.pattern)
-        _served.add((self._config.base_url, self._config.model, self._pattern.pattern))
+            raise UnansweredError(message, FailureKind.grader)
+        _served.add(self._key(self._pattern.pattern))
         return (number - low) / (high - low)
 
     def ask(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> str:
@@ -133,7 +132,7 @@ class ChatEndpoint:
 
         Raises:
             EndpointError: kind ``infra``: no answer; ``grader``: it refuses, or it is no chat completion.
-            UnansweredError: the latter, of a model that has replied before.
+            UnansweredError: the latter, and a text that the server does not take.
         """
         body: dict[str, Any] = {
             "model": self._config.model,
@@ -145,7 +144,7 @@ class ChatEndpoint:
         for attempt in range(self._config.retries + 1):
             try:
                 reply = self._post(body)
-                _served.add((self._config.base_url, self._config.model))
+                _served.add(self._key())
                 return reply
             except EndpointError as error:
                 if error.kind is not FailureKind.infra or attempt == self._config.retries:
@@ -171,17 +170,27 @@ class ChatEndpoint:
                 detail = error.read(300).decode("utf-8", "replace")
             message = f"the endpoint answered {error.code}: {detail}"
             if error.code in _REFUSED:
-                raise self._unanswered(message) from error
+                raise UnansweredError(message, FailureKind.grader) from error
             kind = FailureKind.infra if error.code in _RETRIED else FailureKind.grader
             raise EndpointError(message, kind) from error
         except OSError as error:  # refused, reset, timed out
             raise EndpointError(f"no answer from {self._config.base_url}: {error}") from error
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise self._unanswered(f"the endpoint's answer is no chat completion: {error!r}") from error
+            message = f"the endpoint's answer is no chat completion: {error!r}"
+            raise UnansweredError(message, FailureKind.grader) from error
         if not isinstance(text, str):
-            raise self._unanswered("the endpoint's answer holds no text")
+            raise UnansweredError("the endpoint's answer holds no text", FailureKind.grader)
         return text
 
-    def _unanswered(self, message: str, *pattern: str) -> EndpointError:
-        has_served = (self._config.base_url, self._config.model, *pattern) in _served
-        return (UnansweredError if has_served else EndpointError)(message, FailureKind.grader)
+    @property
+    def has_replied(self) -> bool:
+        """Whether the model has replied, in this process."""
+        return self._key() in _served
+
+    @property
+    def has_scored(self) -> bool:
+        """Whether the judge has given a score that ``pattern`` finds, in this process."""
+        return self._key(self._pattern.pattern) in _served
+
+    def _key(self, *pattern: str) -> tuple[str, ...]:
+        return (self._config.base_url, self._config.model, *pattern)

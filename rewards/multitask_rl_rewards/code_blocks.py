@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.sandbox.base import unbound_names
-from multitask_rl_rewards.text import strip_thinking
 
 _OPENING = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
 MAX_PARSED_CHARS = 20_000
@@ -50,7 +49,6 @@ def extract_code(response: str, language: str = "python", entry_point: str = "")
     >>> extract_code("Sure:\n```python\nx = 1\n```\nDone.").code
     'x = 1\n'
     """
-    response = strip_thinking(response)
     names = ("", *_ALIASES.get(language, (language,)))
     blocks = _fenced(response)
     if not blocks:

@@ -13,10 +13,12 @@ from multitask_rl_rewards.text import answer_of, data_failure, value_of, without
 
 _NAME = "label_match"
 _NEGATED = re.compile(
-    r"(?:\b(?:not|non|neither|nor|never|no|nothing|none|cannot)\b|n['\u2019]t\b)[^\w.,;:!?\n]*"
+    r"(?:\b(?:not(?! only)|non|neither|nor|never|no|nothing|none(?! other)|cannot)\b|n['\u2019]t\b)"
+    r"[^\w.,;:!?\n]*"
     r"(?:(?!but\b)[\w'\u2019/-]+[^\w.,;:!?\n]+){0,2}(?<![^\W_])\Z",
     re.IGNORECASE,
 )
+_BREAK = re.compile(r"\s[-\u2013\u2014>]+\s|[()\u2013\u2014\u2192]")
 _CLAUSE_CHARS = 80
 
 
@@ -25,9 +27,9 @@ class LabelMatch:
 
     Labels are whole words, longest first, case ignored: ``non-hateful`` does not also name ``hateful``. A
     space may stand for a hyphen, and a plural for a label of three letters or more. A label at most three
-    words behind "not", "no", "neither" or the like in its clause is not named; "not hateful" names
-    ``non-hateful`` where there is such a label. A response that names two labels hedges and scores 0, and so
-    does one that names none. Repetitions of the question, which lists the labels, do not count.
+    words behind "not", "no", "neither" or the like, without punctuation between, is not named; "not hateful"
+    names ``non-hateful`` where there is such a label. A response that names two labels hedges and scores 0,
+    and so does one that names none. Repetitions of the question, which lists the labels, do not count.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
@@ -83,7 +85,8 @@ def find_labels(text: str, labels: Sequence[str]) -> set[str]:
         form = form if form in by_form else form.removesuffix("s")
         if form not in by_form:
             continue  # a letter that equals another one but for its case: U+017F for s
-        if not _NEGATED.search(text, max(0, match.start() - _CLAUSE_CHARS), match.start()):
+        before = text[max(0, match.start() - _CLAUSE_CHARS) : match.start()]
+        if not _NEGATED.search(_BREAK.sub(", ", before)):
             named.add(by_form[form])
         else:
             named.update(by_form[other] for word in ("non", "not") if (other := f"{word} {form}") in by_form)
@@ -91,7 +94,7 @@ def find_labels(text: str, labels: Sequence[str]) -> set[str]:
 
 
 def _form(label: str) -> str:
-    return re.sub(r"[-_\s]+", " ", label.lower())
+    return re.sub(r"(?<=[^\W_])[-_\s]+(?=[^\W_])", " ", label.lower())  # not the sign of -1
 
 
 def _pattern(form: str) -> str:

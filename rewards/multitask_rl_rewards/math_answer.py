@@ -21,7 +21,8 @@ from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import answer_of, data_failure, question_of, value_of, without_question
 
 _MARK = re.compile(
-    r"####|\banswer\b(?:\s*[:=]|[ \t]*(?=\n)|(?:\s[^.:=\n]{0,40}?)?\s(?:is|be)\b)\s*[:=]?", re.IGNORECASE
+    r"####|\banswer\b(?:\s*[:=]|[ \t]*(?=\n\s*\S)|(?:\s[^.:=\n]{0,40}?)?\s(?:is|would be)\b)\s*[:=]?",
+    re.IGNORECASE,
 )
 _DISPLAYED = re.compile(r"\\\[(.*?)\\\]", re.DOTALL)
 _MINUS = re.compile("\u2212|(?<![\\w\u2013])\u2013(?=\\s?[\\d.\\\\])")
@@ -43,6 +44,8 @@ _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
 _DIVISION = re.compile(r"\\[cdt]?frac|\\(?:over|div)(?![a-z])|[\d)}]\s*[/:÷]\s*[\d({\\]")
+_FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
+_TYPESETTING = re.compile(r"[{}$\s]|\\(?:left|right|text|textbf|mathrm|mbox)(?![A-Za-z])")
 _COUNTED = re.compile(r"\\[dt]?binom|\\choose|\\det(?![a-z])|matrix\}")
 _COMPUTED = re.compile(f"{_DIVISION.pattern}|{_COUNTED.pattern}")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\s*\}")
@@ -146,7 +149,7 @@ class MathAnswer:
         if boxed is not None or self.config.answer == "boxed":
             return f"$\\boxed{{{boxed}}}$" if boxed and boxed.strip() and len(boxed) <= _MAX_CHARS else ""
         _, tag, tagged = response.rpartition("</answer>")[0].rpartition("<answer>")
-        if tag:
+        if tag and tagged.strip():
             return tagged.strip()[:_MAX_CHARS]
         marks = list(_MARK.finditer(response))
         if marks:
@@ -197,9 +200,11 @@ def _is_copied(answer: str, reference: str, question: str) -> bool:
 
     What is to be simplified, factored or written as a decimal equals the reference before any work.
     """
-    texts = _bare(answer).rpartition("=")[2], _bare(reference).rpartition("=")[2], _bare(question)
-    bare, right, asked = (re.sub(r"[{}]|\\left|\\right|(?<=\\)[dt](?=frac)", "", text) for text in texts)
-    if _NUMBER.fullmatch(bare) or bare == right or bare not in asked:
+    texts = _bare(answer).rpartition("=")[2], _bare(reference).rpartition("=")[2], question
+    bare, right, asked = (_TYPESETTING.sub("", _FRACTION.sub(r"\1\2/\3\4", text)) for text in texts)
+    if _NUMBER.fullmatch(bare) or bare.strip("()") == right.strip("()") or bare not in asked:
+        return False
+    if re.fullmatch(r"[A-Za-z()]*", bare):  # a word, or the letter of a choice
         return False
     return not _NUMBER.fullmatch(right) or bool(_DIVISION.search(answer))
 
@@ -289,11 +294,13 @@ def _numbers(value: Any) -> set[Any]:
 
 
 def _may_stay(value: Any) -> bool:
-    """Whether ``value`` is the root of a whole number, or a fraction of two whole numbers."""
+    """Whether ``value`` is a fraction of two whole numbers, or the root of a number."""
     if value.is_Mul and len(value.args) == 2:
         top, bottom = value.args
         return bool(top.is_Integer and bottom.is_Pow and bottom.base.is_Integer and bottom.exp == -1)
-    return bool(value.is_Pow and value.base.is_Integer and value.exp.is_Rational and not value.exp.is_Integer)
+    if not value.is_Pow or not value.exp.is_Rational or value.exp.is_Integer:
+        return False
+    return bool(value.base.is_Rational or (value.base.is_Mul and _may_stay(value.base)))
 
 
 def _canonical(answer: str) -> str:

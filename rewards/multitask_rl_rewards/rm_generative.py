@@ -40,8 +40,9 @@ class GenerativeJudge:
     """Mean of n judgements, scaled to [0, 1]; component ``spread``: their standard deviation.
 
     An empty response scores 0 without asking. A response to which no judgement has a score has 0 as well
-    (component ``votes``: 0): it may have provoked that, and to be unscored is better than a low score. Until
-    the judge has given its first score, that is a ``grader`` failure: the configuration may be the cause.
+    (component ``votes``: 0): it may have provoked that, and to be unscored is better than a low score. If the
+    judge has given no score in this process yet, that is a ``grader`` failure: the configuration may be the
+    cause.
 
     The marks around the material are a hash of it, so a response cannot close them; it can still persuade.
     Never gate on one judge.
@@ -82,23 +83,29 @@ class GenerativeJudge:
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return one result per rollout, in order."""
         with ThreadPoolExecutor(max_workers=self.config.concurrency) as threads:
-            return list(threads.map(self._score_one, rollouts))
+            found = list(threads.map(self._score_one, rollouts))
+        return [self._unanswered(r) if isinstance(r, UnansweredError) else r for r in found]
 
-    def _score_one(self, rollout: Rollout) -> RewardResult:
+    def _unanswered(self, error: UnansweredError) -> RewardResult:
+        # known when the whole batch is judged: results do not depend on the order of the answers
+        if self._endpoint.has_scored:
+            return Score(value=0.0, components={"spread": 0.0, "votes": 0.0})
+        return Failure(kind=error.kind, message=str(error), source=_NAME)
+
+    def _score_one(self, rollout: Rollout) -> RewardResult | UnansweredError:
         if not answer_of(rollout).strip():
             return Score(value=0.0)
-        prompt, votes, failure, unanswered = self._prompt(rollout), [], None, False
+        prompt, votes, failed = self._prompt(rollout), [], None
         for index in range(self.config.votes):
             try:
                 votes.append(self._endpoint.judge(prompt, index))
             except EndpointError as error:
-                failure = Failure(kind=error.kind, message=str(error), source=_NAME)
-                unanswered = isinstance(error, UnansweredError)
+                failed = error
         if not votes:
-            assert failure is not None
-            if unanswered:
-                return Score(value=0.0, components={"spread": 0.0, "votes": 0.0})
-            return failure
+            assert failed is not None
+            if isinstance(failed, UnansweredError):
+                return failed
+            return Failure(kind=failed.kind, message=str(failed), source=_NAME)
         spread = statistics.pstdev(votes)
         return Score(value=statistics.fmean(votes), components={"spread": spread, "votes": float(len(votes))})
 

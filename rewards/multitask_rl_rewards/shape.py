@@ -194,8 +194,8 @@ class JsonSchema:
 
     Component ``valid``: 1 if it fits, else 0.
 
-    JSON of another ``type`` than that of the whole schema scores 0, as NaN and Infinity do: where the schema
-    asks for an object, ``0`` or ``[]`` earns nothing. A markdown fence around the whole response is allowed;
+    JSON of another ``type`` than the schema has at its top scores 0, as NaN and Infinity do: if that is
+    ``object``, ``0`` and ``[]`` earn nothing. A markdown fence around the whole response is allowed;
     text beside it is not. The schema is the configuration's, else the row's column ``schema``.
     """
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 
-_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-
 
 def render(template: str, **values: str) -> str:
     """Replace ``{name}`` by its value, for the given names only.
@@ -25,10 +23,11 @@ def render(template: str, **values: str) -> str:
 
 
 def strip_thinking(text: str, prompt: str | None = None) -> str:
-    """Return ``text`` without its thoughts: from each ``<think>`` to the next ``</think>``, or to the end.
+    """Return ``text`` without its thoughts, which stand from each ``<think>`` to the next ``</think>``.
 
-    The first thoughts are open at the beginning if ``prompt`` ends with ``<think>``. Without a prompt they
-    are if a ``</think>`` comes before any ``<think>``.
+    Thoughts at the beginning that do not end are the whole text: nothing is left. Elsewhere a ``<think>``
+    without an end begins none. If ``prompt`` ends with ``<think>``, the text begins with thoughts. Without a
+    prompt it does if a ``</think>`` comes before any ``<think>``.
 
     >>> strip_thinking("<think>is it 3?</think> 4")
     ' 4'
@@ -39,7 +38,14 @@ def strip_thinking(text: str, prompt: str | None = None) -> str:
         is_open = "</think>" in text.partition("<think>")[0]
     else:
         is_open = prompt.rstrip().endswith("<think>")
-    return _THOUGHTS.sub("", f"<think>{text}" if is_open else text)
+    text, kept = f"<think>{text}" if is_open else text, ""
+    while "<think>" in text:
+        before, _, rest = text.partition("<think>")
+        _, end, after = rest.partition("</think>")
+        if not end:
+            return "" if not (kept + before).strip() else kept + text
+        text, kept = after, kept + before
+    return kept + text
 
 
 def answer_of(rollout: Rollout) -> str:

@@ -63,7 +63,7 @@ class CodeStdio(SourcedTask):
         first, *others = found["tests"]
         other = next((test for test in others if _differ([first, test])), None)
         others.sort(key=lambda test: test is not other)  # the cut leaves two outputs
-        return {**found, "tests": [first, *others][: self.config.max_tests]}
+        return {**found, "tests": [first, *others][: max(2, self.config.max_tests)]}
 
     def adopt(self, row: Mapping[str, Any]) -> Row | None:
         """Return the row with the tests that count; None where one output passes all."""

@@ -15,6 +15,7 @@ from multitask_rl.records import Failure
 from multitask_rl.sandbox import shared_sandbox
 from multitask_rl.sandbox.base import AssertsTask, Limits, Outcome, Program, StdioTask
 from multitask_rl_rewards.code_evaluator import program_in, sandbox_task
+from multitask_rl_rewards.text import strip_thinking
 
 _SHOWN_TESTS = 3
 _SHOWN_CHARS = 300
@@ -83,7 +84,7 @@ class CodeRepair:
         """
         self._repairs += 1
         is_last = self._repairs >= self.config.repairs
-        source = program_in(message["content"], self._row)
+        source = program_in(strip_thinking(message["content"]), self._row)
         if not source:
             text, passed, reward = "No Python program found. Answer with one Python block.", 0.0, 0.0
         else:

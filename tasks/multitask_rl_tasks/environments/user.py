@@ -104,6 +104,8 @@ class User:
             try:
                 said = self._user.ask(self._as_the_user_sees_it())
             except UnansweredError:
+                if not self._user.has_replied:
+                    raise
                 said = ""
             reply, stop, _ = strip_thinking(said).partition(self.config.stop)
             self._replies += 1
@@ -135,6 +137,8 @@ class User:
         try:
             return self._judge.judge(self._rubric())
         except UnansweredError:
+            if not self._judge.has_scored:
+                raise
             return None
 
     def _as_the_user_sees_it(self) -> list[dict[str, str]]:

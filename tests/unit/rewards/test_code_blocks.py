@@ -67,6 +67,10 @@ def test_earlier_blocks_are_joined_where_the_program_uses_what_they_define(codes
     assert extract_code(response, entry_point="f").code == expected
 
 
+def test_thoughts_are_left_to_the_caller():
+    assert extract_code("```python\nx = 1\n```\n</think>").code == "x = 1\n"
+
+
 def test_other_language_is_taken_when_asked_for():
     response = "```js\nlet x = 1\n```\n```python\nx = 1\n```"
     assert extract_code(response, "javascript").code == "let x = 1\n"

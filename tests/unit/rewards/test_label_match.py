@@ -68,10 +68,27 @@ def test_wrong_hedged_and_missing_labels_score_zero(response):
         ("animal/foods", ["animal", "food"]),
         ("non-animal", []),
         ("as", []),
+        *((f"No{mark}animal", ["animal"]) for mark in (" - ", "\u2014", " \u2013 it is an ", " (", " -> ")),
+        ("It is not only an animal", ["animal"]),
+        ("none other than animal", ["animal"]),
     ],
 )
 def test_negated_labels_are_not_named_and_plurals_are(response, named):
     assert sorted(find_labels(response, ["animal", "food", "A"])) == named
+
+
+@pytest.mark.parametrize(
+    ("response", "named"),
+    [
+        ("Score: 1", ["1"]),
+        ("Answer:\n1", ["1"]),
+        ("Score: -1", ["-1"]),
+        ("0", ["0"]),
+        ("-1 or 1", ["-1", "1"]),
+    ],
+)
+def test_a_sign_belongs_to_its_label(response, named):
+    assert sorted(find_labels(response, ["-1", "0", "1"])) == named
 
 
 def test_repeating_the_question_names_no_label():

@@ -28,6 +28,9 @@ def test_examples_in_docstrings_hold():
         ("a, b</think>4", "q", "a, b</think>4"),
         ("<think>x</think>a, b</think>4", "q", "a, b</think>4"),
         ("a, b<think></think>4", "q", "a, b4"),
+        ("a<think>b, c", "q", "a<think>b, c"),
+        ("<think>x</think>\n<think>b, c", "q", ""),
+        ("<think>x</think>a<think>b, c", "q", "a<think>b, c"),
     ],
 )
 def test_the_prompt_says_whether_thoughts_are_open(response, prompt, answer):
