@@ -16,9 +16,16 @@ PACKAGES = (
 )
 
 
+def reads(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(attr="response", ctx=ast.Load()) | ast.Call(func=ast.Name(id="answer_of")):
+            return True
+    return False
+
+
 @cache
 def readers() -> set[str]:
-    """Return the modules with an expression ``<name>.response`` that is read."""
+    """Return the modules that read an expression ``<name>.response``, or call ``answer_of``."""
     found = set()
     for package in PACKAGES:
         for path in package.rglob("*.py"):
@@ -26,13 +33,8 @@ def readers() -> set[str]:
             if module.startswith("multitask_rl.testing"):
                 continue
             source = path.read_text(encoding="utf-8")
-            if ".response" not in source:
-                continue
-            tree = ast.parse(source)
-            if any(
-                isinstance(node, ast.Attribute) and node.attr == "response" and isinstance(node.ctx, ast.Load)
-                for node in ast.walk(tree)
-            ):
+            is_candidate = ".response" in source or "answer_of(" in source
+            if is_candidate and any(map(reads, ast.walk(ast.parse(source)))):
                 found.add(module)
     return found
 
