@@ -122,5 +122,5 @@ def test_row_without_a_side_is_a_data_failure(row):
 def test_phrases_separate_real_refusals_from_real_answers():
     refused = [is_refusal(row["reference"]) for row in real_rows("safe_sft")]
     answered = [is_refusal(row["reference"]) for row in real_rows("sft_dolly")]
-    assert sum(refused) / len(refused) > 0.7  # more than a quarter of these safe answers do answer
+    assert sum(refused) / len(refused) > 0.72  # more than a quarter of these safe answers do answer
     assert sum(answered) / len(answered) < 0.001
