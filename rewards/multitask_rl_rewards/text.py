@@ -49,8 +49,14 @@ def strip_thinking(text: str, prompt: str | None = None) -> str:
 
 
 def answer_of(rollout: Rollout) -> str:
-    """Return the response without thoughts; "" if they are not finished."""
-    return strip_thinking(rollout.response, rollout.prompt.text)
+    """Return the response without thoughts; "" if a limit cut the thoughts.
+
+    A response that ends by itself without ``</think>`` is the answer, also if the prompt opened thoughts:
+    some tokenizers count the tag among the special tokens, which a response lacks.
+    """
+    is_cut = rollout.finish_reason != "stop"
+    may_be_open = is_cut or "</think>" in rollout.response
+    return strip_thinking(rollout.response, rollout.prompt.text if may_be_open else "")
 
 
 def question_of(rollout: Rollout, column: str = "prompt") -> str:

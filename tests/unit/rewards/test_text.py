@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ def test_examples_in_docstrings_hold():
         ("<think>3?</think>4", "q", "4"),
         (" <think>3?</think>4", "q<think>", "4"),
         ("3?</think>4", "q<think>\n", "4"),
-        ("3?", "q<think>\n", ""),
+        ("3?", "q<think>\n", "3?"),
         ("<think>3?", "q", ""),
         ("4", "q<think>\n\n</think>\n\n", "4"),
         ("a, b</think>4", "q", "a, b</think>4"),
@@ -35,6 +36,11 @@ def test_examples_in_docstrings_hold():
 )
 def test_the_prompt_says_whether_thoughts_are_open(response, prompt, answer):
     assert answer_of(rollout(response, prompt)) == answer
+
+
+def test_thoughts_that_a_limit_cut_leave_no_answer():
+    for reason, answer in (("length", ""), ("flagged", ""), ("stop", "3?")):
+        assert answer_of(replace(rollout("3?", "q<think>\n"), finish_reason=reason)) == answer
 
 
 @pytest.mark.parametrize(("reply", "answer"), [("3?</think>4", "4"), ("<think>3?</think>4", "4"), ("4", "4")])
