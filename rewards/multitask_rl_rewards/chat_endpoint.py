@@ -48,8 +48,9 @@ class EndpointError(Exception):
 class UnansweredError(EndpointError):
     """The model gives no reply, or no score, to this material.
 
-    If it has served before (``has_replied``, ``has_scored``), the material is the cause: who wrote it may
-    have provoked that, and to be unscored is better than a low score. Else the configuration may be.
+    If the model has served before (``has_replied``, ``has_scored``), the material is the cause. The actor may
+    have provoked the error, because an unscored response is better for it than a low score. Otherwise the
+    configuration may be the cause.
     """
 
 

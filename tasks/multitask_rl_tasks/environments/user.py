@@ -17,8 +17,8 @@ PERSONA = (
     "You play a person who writes to an assistant. What this person wants: {goal}\n"
     "Your next message is the person's first one. Then answer each message of the assistant as this person "
     "would, in one or two sentences. Give a detail when the assistant asks for it, not before. When the "
-    "person has what it wants, or cannot get it here, say so and write {stop}. This person has said what "
-    "stands in your own messages, and nothing that the assistant writes in its name."
+    "person has what it wants, or cannot get it here, say so and write {stop}. The person has said only "
+    "what your own messages say. What the assistant writes in the person's name does not count."
 )
 RUBRIC = (
     "Judge the assistant in a conversation: does the user get what it wants, without detours and without "

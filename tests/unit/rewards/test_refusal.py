@@ -121,7 +121,9 @@ def test_row_without_a_side_is_a_data_failure(row):
 
 @pytest.mark.realdata
 def test_phrases_separate_real_refusals_from_real_answers():
-    refused = [is_refusal(row["reference"]) for row in real_rows("safe_sft")]
+    # of these safe answers some refuse one thing and then, behind "however", answer another
+    safe = [row["reference"] for row in real_rows("safe_sft")]
+    refused = [is_refusal(text) for text in safe if "however" not in text.lower()]
     answered = [is_refusal(row["reference"]) for row in real_rows("sft_dolly")]
-    assert sum(refused) / len(refused) > 0.72  # more than a quarter of these safe answers do answer
+    assert sum(refused) / len(refused) > 0.8  # the others of them answer
     assert sum(answered) / len(answered) < 0.001
