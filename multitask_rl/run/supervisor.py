@@ -127,14 +127,18 @@ class Supervisor:
 
     @contextlib.contextmanager
     def saving_on_failure(self) -> Iterator[None]:
-        """If sampling or scoring fails or is interrupted, save the state as it was before the step."""
+        """If sampling or scoring fails or is interrupted, save the state as it was before the step.
+
+        A fork that has made no step saves nothing: it begins from its parent again, whose verdict stands.
+        """
         try:
             yield
         except BaseException:
             try:
                 self.experience.rewind()
+                begun_at = 0 if self.store.forked is None else self.store.forked.step
                 if (
-                    self.progress.step > 0
+                    self.progress.step > begun_at
                     and self.progress.saved_at != self.progress.step
                     and not self._has_other_weights
                 ):

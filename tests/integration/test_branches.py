@@ -118,6 +118,44 @@ def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_ag
     assert [line["step"] for line in map(json.loads, lines(place / "fork", "evaluations.jsonl"))][-1] == 10
 
 
+class Counts(Guard):
+    """Judges all weights good, and knows how often it has judged each."""
+
+    def __init__(self):
+        self.judged = []
+
+    def observe(self, step, evaluations, confirm=None):
+        self.judged.append(step)
+        return GuardDecision(judged_good=True)
+
+    def state_dict(self):
+        return {"judged": self.judged}
+
+    def load_state_dict(self, state, renamed=None):
+        self.judged = [*state["judged"]]
+
+
+def test_a_fork_that_is_stopped_in_its_first_evaluation_judges_no_weights_twice(place):
+    def trainer(config):
+        found = Trainer.from_config(config)
+        found.add_guard(Counts())
+        return found
+
+    def stop(step, **keywords):
+        raise KeyboardInterrupt
+
+    trainer(config_of(place, "parent", 2)).train()
+    fork = trainer(config_of(place, "fork", 4, place / "parent" / "checkpoints" / "step_00000002"))
+    fork._open().evaluator.evaluate = stop
+    with pytest.raises(KeyboardInterrupt):
+        fork.train()
+    assert not any((place / "fork" / "checkpoints").glob("step_*"))
+    resumed = trainer(recorded_config(place / "fork"))
+    resumed.train()
+    assert resumed.guard.judged == [0, 2, 4]
+    assert resumed.parts.store.checkpoints.entries[2].judged_good is True
+
+
 def test_keys_that_a_user_chooses_are_told_when_they_come_and_when_they_go(place):
     quark = "  quark: {type: reward_conditioned, dataset: copy.jsonl, rewards: [rewards.py:is_short]%s}\n"
     (place / "tasks.yaml").write_text(COPY + quark % "")
