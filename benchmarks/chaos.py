@@ -42,6 +42,7 @@ from typing import Any
 
 import torch
 
+from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -53,7 +54,6 @@ from multitask_rl.config.run import (
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.guard.safety_guard import SafetyGuard
-from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from multitask_rl.run.store import RunStore
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.scoring.pool import RewardPool

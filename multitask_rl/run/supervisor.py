@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from multitask_rl.boundary.interrupts import check_interrupt, finishing
 from multitask_rl.config.run import RunConfig
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -19,7 +20,6 @@ from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecisi
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
-from multitask_rl.run.interrupts import check_interrupt, finishing
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.statistics.definitions import REWARD, measured

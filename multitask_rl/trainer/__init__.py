@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from multitask_rl.boundary.interrupts import answer_with, check_interrupt, finishing
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
@@ -39,7 +40,6 @@ from multitask_rl.run.assembly import (
     build_scorer,
     describe_overlap,
 )
-from multitask_rl.run.interrupts import answer_with, check_interrupt, finishing
 from multitask_rl.run.objects import name_objects
 from multitask_rl.run.plan import check_overlap, plan_run
 from multitask_rl.run.profiling import MemoryWatch, SystemUse

@@ -11,9 +11,9 @@ import psutil
 import pytest
 import torch
 
+from multitask_rl.boundary.interrupts import stopping_on_signals
 from multitask_rl.cli import main
 from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
-from multitask_rl.run.interrupts import stopping_on_signals
 from multitask_rl.tracking.jsonl import rollout_from_dict
 from run_builders import (
     ECHO,

@@ -1,15 +1,18 @@
 """Runs with several learner ranks: the same learning, resumable, and a report of who waited for whom."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
 import torch
 
 from forked import ForkedRank
+from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
 from multitask_rl.cli import main
 from multitask_rl.config.devices import plan_ranks
-from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, ModelConfig, RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import SchedulerConfig
@@ -18,6 +21,7 @@ from multitask_rl.models.actor import read_weights
 from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backends.build import LocalRank, TorchBackend
+from multitask_rl.training.runner import ModelRunner
 from run_builders import run_config, train, undocumented, weights_hash, write_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
@@ -91,6 +95,31 @@ def test_ranks_with_parts_of_the_weights_learn_the_same_and_go_on_where_copies_e
     saved = read_weights(place / "changing" / "checkpoints" / "step_00000003" / "actor")
     assert weights_hash(changing) != weights_hash(one)
     assert all(torch.equal(saved[name], p) for name, p in changing.actor.model.named_parameters())
+
+
+def test_a_signal_in_a_call_of_ranks_with_parts_of_the_weights_loses_no_step(place, monkeypatch):
+    (place / "texts.jsonl").write_text('{"id": 0, "prompt": "a>", "answer": "abc"}\n')
+    anchor = {"type": "anchor", "dataset": str(place / "texts.jsonl"), "answer": "{answer}"}
+    score, calls, trainer = ModelRunner.score_texts, [], os.getpid()
+
+    def scored(self, *arguments, **options):
+        calls.append(1)
+        if len(calls) == 2 and os.getpid() == trainer:  # the first call was before the first step
+            os.kill(trainer, signal.SIGTERM)
+        return score(self, *arguments, **options)
+
+    monkeypatch.setattr(ModelRunner, "score_texts", scored)
+    config = run_config(
+        place,
+        "stopped",
+        4,
+        tasks={"keep": anchor},
+        device_map={"actor": "cpu:0-1 sharded"},
+        checkpoint=CheckpointConfig(every=50),
+    )
+    with pytest.raises(Terminated), stopping_on_signals():
+        train(config)
+    assert (place / "stopped" / "checkpoints" / "step_00000002").is_dir()
 
 
 def test_parts_of_gradients_are_not_compared(place):

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
 from multitask_rl.config.run import RayConfig, RolloutConfig
 from multitask_rl.errors import EngineError
 from multitask_rl.executor.group import ActorGroup
-from multitask_rl.run.interrupts import Terminated, stopping_on_signals
 from run_builders import (
     ECHO,
     ECHO_WORLD,

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from multitask_rl.boundary.interrupts import check_interrupt, finishing
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
@@ -193,16 +194,18 @@ class RankGroup(TrainingBackend):
         """Run a method of all ranks at the same time; return their results that are not None, rank 0's first.
 
         ``name`` is that of a method of ``Rank`` or of its parts (``shards.keep``). Its arguments are
-        ``given`` or, of each rank, ``each``.
+        ``given`` or, of each rank, ``each``. A signal waits for the end of the call: no rank could be called
+        after half of one, and the run could not be saved.
         """
         what, each = name.rpartition(".")[2], each or [given] * self.num_ranks
         self._connections.arrived = {}
-        with self._at_work():
+        with finishing(), self._at_work():
             for rank in self._others:
                 self._connections.send(rank, (name, each[rank]))
             with self._naming_the_lost(what):
                 own = attrgetter(name)(self._rank)(*each[0])
             answers = self._connections.collect("done", what)
+        check_interrupt()
         ranks = self._rank.ranks
         traffic, ranks.traffic = ranks.traffic, Traffic()
         self._metrics["ranks/communication_s"] += traffic.seconds

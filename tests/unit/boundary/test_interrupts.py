@@ -3,7 +3,7 @@ import signal
 
 import pytest
 
-from multitask_rl.run.interrupts import (
+from multitask_rl.boundary.interrupts import (
     Terminated,
     answer_with,
     check_interrupt,
@@ -44,6 +44,18 @@ def test_what_must_be_finished_is_and_then_the_signal_counts():
         check_interrupt()  # told once
     assert done == ["the update"]
     assert ended.value.exit_code == 128 + signal.SIGHUP
+
+
+def test_what_is_finished_inside_of_something_else_does_not_end_that():
+    done = []
+    with stopping_on_signals():
+        with finishing():
+            update(done, signal.SIGTERM)
+            check_interrupt()
+            done.append("what it is part of")
+        with pytest.raises(Terminated):
+            check_interrupt()
+    assert done == ["the update", "what it is part of"]
 
 
 def test_a_library_that_hides_the_signal_does_not_hide_its_number():

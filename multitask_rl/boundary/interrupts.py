@@ -82,10 +82,11 @@ def finishing() -> Iterator[None]:
 
 
 def check_interrupt() -> None:
-    """Raise ``Terminated`` if a signal came during a block of ``finishing``."""
+    """Raise ``Terminated`` if a signal came during a block of ``finishing``; not inside of another one."""
+    if _waiting.depth or _waiting.number is None:
+        return
     number, _waiting.number = _waiting.number, None
-    if number is not None:
-        raise Terminated(number)
+    raise Terminated(number)
 
 
 def _handle(number: int, _frame: FrameType | None) -> None:
