@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 
@@ -78,6 +79,25 @@ class GuardStop(MultitaskRLError):
     """The guard stopped the run; the message says why."""
 
     exit_code = 3
+
+
+def is_installed(package: str) -> bool:
+    """Whether ``package`` can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # sys.modules holds None: the import is blocked
+        return False
+
+
+def require_extra(package: str, extra: str, needs: str, otherwise: str = "") -> None:
+    """Raise a ``MissingExtraError`` unless ``package``, of the optional dependencies ``extra``, is installed.
+
+    ``needs`` ends in the name of what is missing; ``otherwise`` says what else the user can do.
+    """
+    if not is_installed(package):
+        raise MissingExtraError(
+            f"{needs}, which is not installed: pip install 'multitask-rl[{extra}]'{otherwise}"
+        )
 
 
 @contextmanager
