@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 class MultitaskRLError(Exception):
@@ -98,6 +100,20 @@ def require_extra(package: str, extra: str, needs: str, otherwise: str = "") -> 
         raise MissingExtraError(
             f"{needs}, which is not installed: pip install 'multitask-rl[{extra}]'{otherwise}"
         )
+
+
+def import_extra(module: str, extra: str, needs: str) -> Any:
+    """Return ``module``, of the optional dependencies ``extra``; ``needs`` ends in the name of its package.
+
+    Raises:
+        MissingExtraError: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{needs}, which cannot be imported ({error}): pip install 'multitask-rl[{extra}]'"
+        ) from error
 
 
 @contextmanager

@@ -8,7 +8,6 @@ question on both sides (there are few ways to flip two coins): what is asked twi
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
-from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.errors import ConfigError, PluginError, import_extra
 from multitask_rl.seeding import derive_seed
 
 _SIZE = 1000
@@ -70,13 +69,8 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
 
 def create_generator(name: str, config: Mapping[str, Any], where: str) -> Any:
     """Return the reasoning-gym data set ``name``; raise if it, the library or one of the keys is unknown."""
-    try:
-        library = importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{where}: '{GENERATOR_PREFIX}{name}' needs the package reasoning-gym: "
-            "pip install 'multitask-rl[reasoning-gym]'"
-        ) from error
+    needs = f"{where}: '{GENERATOR_PREFIX}{name}' needs reasoning-gym"
+    library = import_extra("reasoning_gym", "reasoning-gym", needs)
     known = library.factory.DATASETS
     if name not in known:
         raise PluginError(
