@@ -25,7 +25,7 @@ class TaskCounts:
     results: int = 0
     hits: int = 0
     overruns: int = 0
-    """Results of responses that passed a limit of time or memory."""
+    """Results of responses that exceeded a limit of time or memory."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By name of reward or constraint."""
