@@ -1,8 +1,8 @@
 """Rows of reasoning-gym generators: ``dataset: reasoning_gym:<name>``, prompts and verifier in one line.
 
 Training rows and evaluation rows are made from seeds derived apart, so that neither is a shift of the other;
-neither depends on the run's seed, so that numbers of different runs compare. A small generator can draw one
-question on both sides (there are few ways to flip two coins): what is asked twice is not known beforehand.
+neither depends on the run's seed, so that numbers of different runs compare. A small generator can draw the
+same question for training and evaluation (there are few ways to flip two coins); such rows are not removed.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def entry_of(row: Row) -> dict[str, Any]:
 
 
 def score_of(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the verifier's score of ``answer``, 0 for what it cannot read.
+    """Return the verifier's score of ``answer``; 0 if the verifier raises, as some do for unreadable answers.
 
-    Some verifiers raise then. A failure would leave the answer unscored, which is better than a low score.
-    If the verifier raises for the entry's own answer too, the entry or the settings are the cause.
+    An exception would leave the answer unscored, and the actor could avoid low scores by such answers. If
+    the verifier raises for the entry's own answer too, entry or settings are the cause: it is raised.
     """
     try:
         return float(generator.score_answer(answer=answer.strip() or None, entry=entry))

@@ -100,8 +100,8 @@ class Item:
     def conclusion(self) -> Result | None:
         """Return the result once the first attempt failed and the probe ended; None before.
 
-        It is ``overrun`` if the attempt exceeded a limit and the plugin answers the probe, else the failure of
-        the attempt.
+        It is ``overrun`` if the attempt exceeded a limit and the plugin answers the probe; else it is the
+        failure of the attempt.
         """
         if self.trouble is None or self.probe is None or self.probe.result is None:
             return None

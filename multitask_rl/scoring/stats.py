@@ -62,7 +62,7 @@ class TaskCounts:
 class ErrorBudget:
     """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it.
 
-    ``what`` was to be done with them: they were to be ``scored`` by rewards, or ``judged`` by constraints.
+    ``what``, for messages: samples are ``scored`` by rewards or ``judged`` by constraints.
     """
 
     def __init__(self, task: str, limit: float, what: str = "scored") -> None:

@@ -26,8 +26,8 @@ from multitask_rl.training.backend import TrainingBackend
 class Evaluator:
     """Runs the sampling stages of training over each task's held-out prompts.
 
-    ``eval_samples`` of the task is the number of responses per prompt. The first response is the same for
-    every number.
+    ``eval_samples`` of the task is the number of responses per prompt. The first response does not depend on
+    that number.
     """
 
     actor: Actor
