@@ -30,9 +30,9 @@ from sides.workload import ACTORS, CHARS, KINDS, make_actor
 from speed import machine
 
 from multitask_rl.algorithms.grpo import GRPO
-from multitask_rl.config.grammar import is_installed
 from multitask_rl.config.run import BatchConfig, ModelConfig, RunConfig, TrainingConfig
 from multitask_rl.config.task import TaskSpec
+from multitask_rl.errors import is_installed
 from multitask_rl.models.actor import load_actor
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored, TrainSample
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -43,6 +44,14 @@ class Trained(NamedTuple):
     def by(cls, trainer: Trainer) -> Trained:
         """Return what ``trainer`` did."""
         return cls(trainer.config, trainer.plan.trained, trainer.step, trainer.history, trainer.events)
+
+
+def effort(text: str) -> float:
+    """Return the value of ``--effort``, in [0.05, 1]."""
+    value = float(text)
+    if not 0.05 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not in [0.05, 1]")
+    return value
 
 
 def summarise(run: Trained, before: Evaluations, after: Evaluations, **further: Any) -> dict[str, Any]:

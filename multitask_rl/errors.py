@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 
 class MultitaskRLError(Exception):
@@ -78,6 +81,39 @@ class GuardStop(MultitaskRLError):
     """The guard stopped the run; the message says why."""
 
     exit_code = 3
+
+
+def is_installed(package: str) -> bool:
+    """Whether ``package`` can be imported; it is not imported."""
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # sys.modules holds None: the import is blocked
+        return False
+
+
+def require_extra(package: str, extra: str, needs: str, otherwise: str = "") -> None:
+    """Raise a ``MissingExtraError`` unless ``package``, of the optional dependencies ``extra``, is installed.
+
+    ``needs`` ends in the name of what is missing; ``otherwise`` says what else the user can do.
+    """
+    if not is_installed(package):
+        raise MissingExtraError(
+            f"{needs}, which is not installed: pip install 'multitask-rl[{extra}]'{otherwise}"
+        )
+
+
+def import_extra(module: str, extra: str, needs: str) -> Any:
+    """Return ``module``, of the optional dependencies ``extra``; ``needs`` ends in the name of its package.
+
+    Raises:
+        MissingExtraError: it cannot be imported.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{needs}, which cannot be imported ({error}): pip install 'multitask-rl[{extra}]'"
+        ) from error
 
 
 @contextmanager

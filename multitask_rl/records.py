@@ -110,7 +110,7 @@ class SamplingSettings(Settings):
 
 @dataclass(kw_only=True, slots=True, unsafe_hash=True)  # a base of mutable settings cannot be frozen
 class SamplingParams(SamplingSettings):
-    """Sampling parameters of a response, a value; part of the policy, so the trainer uses the same values."""
+    """Sampling parameters of a response. The trainer uses the same: they are part of the sampled policy."""
 
     grammar: str = field(default="", metadata={"derived": True})
     """Grammar of the response, as JSON text of the configuration of a constraint in mode ``grammar``; empty =
@@ -520,7 +520,7 @@ class TaskEvaluation:
 def rename_tasks(
     by_task: Mapping[str, T], renamed: Mapping[str, str] | None, known: Collection[str] | None = None
 ) -> dict[str, T]:
-    """Return ``by_task`` (keys ``task`` or ``task/...``) with present names, if ``known`` (None = all)."""
+    """Return ``by_task`` (keys ``task``, ``task/...``) by new names; only those ``known`` (None = all)."""
     found = {rename_task(key, renamed): value for key, value in by_task.items()}
     return {key: value for key, value in found.items() if known is None or key in known}
 

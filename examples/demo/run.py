@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from prepare import Prepared, prepare
-from results import Trained, print_next_steps, print_prepared, print_run, print_table, summarise
+from results import Trained, effort, print_next_steps, print_prepared, print_run, print_table, summarise
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -76,16 +76,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--eval-prompts", type=int, default=0, help="held-out prompts per task (default: the configuration's)"
     )
     parser.add_argument(
-        "--effort", type=_share, default=1.0, help="share of the preparation's training: quicker and worse"
+        "--effort", type=effort, default=1.0, help="share of the preparation's training: quicker and worse"
     )
     return parser.parse_args(arguments)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0.05, 1]")
-    return value
 
 
 def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:

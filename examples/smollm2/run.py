@@ -26,7 +26,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from prepare import DATA_VARIABLE, Prepared, data_directory, prepare
-from results import Evaluations, Trained, print_next_steps, print_prepared, print_run, print_table, summarise
+from results import (
+    Evaluations,
+    Trained,
+    effort,
+    print_next_steps,
+    print_prepared,
+    print_run,
+    print_table,
+    summarise,
+)
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -127,16 +136,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--test-prompts", type=int, default=256, help="test prompts of a task (default 256)")
     parser.add_argument("--threads", type=int, default=0, help="of torch (default: the configuration's)")
     parser.add_argument(
-        "--effort", type=_share, default=1.0, help="share of the judges' training: quicker and worse"
+        "--effort", type=effort, default=1.0, help="share of the judges' training: quicker and worse"
     )
     return parser.parse_args(arguments)
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0.05 <= value <= 1.0:
-        raise argparse.ArgumentTypeError(f"{text} is not in [0.05, 1]")
-    return value
 
 
 def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:

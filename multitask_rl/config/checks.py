@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from multitask_rl.boundary.python_source import parse_python
-from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar, is_installed
+from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
-from multitask_rl.errors import ConfigError, MissingExtraError, path_errors
+from multitask_rl.errors import ConfigError, path_errors, require_extra
 from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 
 _UNSCORED = ("anchor", "sft", "distill")
@@ -291,11 +291,7 @@ def _check_dataset(where: Where, dataset: str) -> None:
     if dataset.startswith("plugin:"):
         check_entry_point(where, "multitask_rl.tasks", dataset.removeprefix("plugin:"))
     elif dataset.startswith(GENERATOR_PREFIX):
-        if not is_installed("reasoning_gym"):
-            raise MissingExtraError(
-                f"{where}: {dataset!r} needs the package reasoning-gym: "
-                "pip install 'multitask-rl[reasoning-gym]'"
-            )
+        require_extra("reasoning_gym", "reasoning-gym", f"{where}: {dataset!r} needs reasoning-gym")
     elif is_data_path(dataset):
         beside = f"in {str(Path(where.file).parent)!r} or " if where.line > 0 else ""
         allowed = f"a file {beside}in the working directory whose name ends in {', '.join(DATA_SUFFIXES)}"

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
 from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, require_extra
 
 GRAMMAR_KEYS = ("regex", "json_schema", "choices")
 
@@ -29,23 +28,6 @@ class _Bytes:
 
     def __call__(self, text: bytes) -> list[int]:
         return list(text)
-
-
-def is_installed(package: str) -> bool:
-    """Whether ``package`` can be imported; it is not imported."""
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # sys.modules holds None: the import is blocked
-        return False
-
-
-def require_llguidance() -> None:
-    """Raise ``MissingExtraError`` unless llguidance is installed."""
-    if not is_installed("llguidance"):
-        raise MissingExtraError(
-            "constraints of mode grammar need the package llguidance, which is not installed: "
-            "pip install 'multitask-rl[grammar]'"
-        )
 
 
 def check_grammar(config: Mapping[str, Any], where: Where) -> None:
@@ -79,7 +61,7 @@ def check_grammar(config: Mapping[str, Any], where: Where) -> None:
                 raise ConfigError(f"{place.at(index)}: a choice must not be empty")
             if choice in value[:index]:
                 raise ConfigError(f"{place.at(index)}: the choice {choice!r} is there twice")
-    require_llguidance()
+    require_extra("llguidance", "grammar", "constraints of mode grammar need llguidance")
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
     source = lark_source(json.dumps(config))

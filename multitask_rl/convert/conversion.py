@@ -95,8 +95,10 @@ class Conversion:
         if option in self.given:
             self.left[option] = reason
 
-    def finish(self) -> None:
-        """Find a reason for each given option that nothing has read."""
+    def finish(self, computed: Mapping[str, str]) -> None:
+        """Find a reason for each option that nothing has read; ``computed``: option -> code."""
+        for option, text in computed.items():
+            self.left[option] = f"the script computes it ({text}); write a constant, or set our key"
         for option in self.given:
             if option not in self._read:
                 found = (why for pattern, why in self._reasons.items() if re.fullmatch(pattern, option))

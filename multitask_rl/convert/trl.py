@@ -146,9 +146,7 @@ def convert_trl(
     _put_algorithm(c)
     _put_batch(c, script, processes)
     _put_run(c, script)
-    for option, text in script.computed.items():
-        c.left[option] = f"the script computes it ({text}); write the value as a constant, or set our key"
-    c.finish()
+    c.finish(script.computed)
     return c
 
 

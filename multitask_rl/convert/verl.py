@@ -157,9 +157,7 @@ def convert_verl(
     _put_kl(c)
     _put_batch(c)
     _put_run(c)
-    for option, text in computed.items():
-        c.left[option] = f"the shell computes it ({text}); write the value as a constant, or set our key"
-    c.finish()
+    c.finish(computed)
     return c
 
 

@@ -128,7 +128,7 @@ class SchedulerPolicy:
         return prompts / (prompts + self.config.prior_prompts) if prompts else 0.0
 
     def clear(self, values: Mapping[str, float], errors: Mapping[str, float]) -> dict[str, float]:
-        """Return ``values`` shrunk towards their mean by the differences that noise may explain.
+        """Return ``values`` without the differences that noise may explain: shrunk towards their mean.
 
         ``v_k -> m + (v_k - m) * max(0, 1 - (2 e_k / (v_k - m))^2)``, with ``m`` the mean weighted by
         prior and certainty and ``e_k`` the standard error of ``v_k - m``: values within two standard errors

@@ -73,7 +73,7 @@ class DynamicTaskWeightScheduler:
     _floors: dict[str, float]
     _factors: dict[str, float]
     carry: dict[str, float]
-    """Prompts that each task is owed of earlier steps; below 0 = it got more than its share."""
+    """Prompts that earlier steps owe each task; below 0 = it got more than its share."""
     _shares: dict[str, float] | None
     """The present weights; None = to be computed."""
     _tie_break: dict[str, int]

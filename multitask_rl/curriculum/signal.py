@@ -1,8 +1,8 @@
 """Level, spread and progress of a task from its step statistics, smoothed, on one scale for all tasks.
 
 A level in [0, 1] is the position of the mean reward within the reward's range: the declared range
-(``reward_ranges``), else the observed range. Of rewards that exclude each other, so that their sum never
-reaches the declared ends, it is the range of those that applied together. Targets are levels.
+(``reward_ranges``), else the observed range. If rewards exclude each other, their sum never reaches the sum
+of the declared ends; the range is then that of rewards that applied together. Targets are levels.
 
 Training prompts repeat and are memorised, sooner in tasks with more prompts, so the training reward
 overstates the level. Evaluations correct the level by the difference between held-out and training reward.

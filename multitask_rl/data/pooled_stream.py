@@ -249,7 +249,7 @@ class PooledStream(PromptStream):
         }
 
     def undo(self, earlier: Mapping[str, Any]) -> None:
-        """Go back to ``earlier``; what was observed since of rows given before it stays."""
+        """Go back to ``earlier``; later observations of rows that were given before it are kept."""
         super().load_state_dict(earlier)
         known = earlier["curriculum"]
         # a row is drawn from the front of its pool

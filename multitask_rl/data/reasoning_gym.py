@@ -1,14 +1,13 @@
 """Rows of reasoning-gym generators: ``dataset: reasoning_gym:<name>``, prompts and verifier in one line.
 
 Training rows and evaluation rows are made from seeds derived apart, so that neither is a shift of the other;
-neither depends on the run's seed, so that numbers of different runs compare. A small generator can draw one
-question on both sides (there are few ways to flip two coins): what is asked twice is not known beforehand.
+neither depends on the run's seed, so that numbers of different runs compare. A small generator can draw the
+same question for training and evaluation (there are few ways to flip two coins); such rows are not removed.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
-from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
+from multitask_rl.errors import ConfigError, PluginError, import_extra
 from multitask_rl.seeding import derive_seed
 
 _SIZE = 1000
@@ -70,13 +69,8 @@ def generate_rows(spec: TaskSpec, name: str) -> dict[str, Rows]:
 
 def create_generator(name: str, config: Mapping[str, Any], where: str) -> Any:
     """Return the reasoning-gym data set ``name``; raise if it, the library or one of the keys is unknown."""
-    try:
-        library = importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{where}: '{GENERATOR_PREFIX}{name}' needs the package reasoning-gym: "
-            "pip install 'multitask-rl[reasoning-gym]'"
-        ) from error
+    needs = f"{where}: '{GENERATOR_PREFIX}{name}' needs reasoning-gym"
+    library = import_extra("reasoning_gym", "reasoning-gym", needs)
     known = library.factory.DATASETS
     if name not in known:
         raise PluginError(
@@ -103,10 +97,10 @@ def entry_of(row: Row) -> dict[str, Any]:
 
 
 def score_of(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the verifier's score of ``answer``, 0 for what it cannot read.
+    """Return the verifier's score of ``answer``; 0 if the verifier raises, as some do for unreadable answers.
 
-    Some verifiers raise then. A failure would leave the answer unscored, which is better than a low score.
-    If the verifier raises for the entry's own answer too, the entry or the settings are the cause.
+    An exception would leave the answer unscored, and the actor could avoid low scores by such answers. If
+    the verifier raises for the entry's own answer too, entry or settings are the cause: it is raised.
     """
     try:
         return float(generator.score_answer(answer=answer.strip() or None, entry=entry))

@@ -166,10 +166,10 @@ class Conversation:
 
 
 class _Hidden:
-    """A value whose texts hold stand-ins for special tokens, and what gives the tokens' text back.
+    """A row in which stand-ins replace special tokens, so that templates and tokenizer read these as text.
 
-    A stand-in is a private character that the value does not hold. It goes through templates as any other.
-    ``taken`` is another one whose stand-ins this one knows, too.
+    A stand-in is a private-use character that the row does not hold. ``taken`` is another ``_Hidden`` whose
+    stand-ins this one turns back, too.
     """
 
     def __init__(
@@ -210,9 +210,9 @@ class _Hidden:
         return re.sub("[\U000f0000-\U000ffffd]", lambda found: self._texts.get(found[0], found[0]), text)
 
     def encode(self, text: str, tokenizer: PreTrainedTokenizerBase, *, begun: bool) -> list[int]:
-        """Return the ids of ``text``: special tokens are parsed in it, not in what a stand-in stands for.
+        """Return the ids of ``text``; special tokens behind stand-ins are encoded as ordinary text.
 
-        ``begun``: the text holds the tokens it begins with; the tokenizer adds none.
+        ``begun``: ``text`` already has its first special tokens; the tokenizer adds none.
         """
         pieces = re.split(f"([{''.join(self._texts)}])", text) if self._texts else [text]
         ids: list[int] = []

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import socket
@@ -34,8 +33,9 @@ from multitask_rl.environments.base import Earned, Message, Opening, StepResult,
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
 from multitask_rl.environments.tools import ToolWorld
-from multitask_rl.errors import DataError, MissingExtraError, PluginError
+from multitask_rl.errors import DataError, PluginError, import_extra
 from multitask_rl.plugins import Located
+from multitask_rl.scoring.foreign import import_verifiers
 
 
 class TrlWorld(ToolWorld):
@@ -148,13 +148,7 @@ class _ServedVerifiers:
     """An environment of verifiers with what its episodes share, in an event loop of its own."""
 
     def __init__(self, target: str, config: VerifiersWorld.Config) -> None:
-        try:
-            self._library = importlib.import_module("verifiers.v1")
-            loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"'verifiers:{target}' needs the package verifiers: pip install 'multitask-rl[verifiers]'"
-            ) from error
+        self._library, loaders = import_verifiers(f"'verifiers:{target}'")
         try:
             given = {**config.env, "taskset": {"id": target, **config.env.get("taskset", {})}}
             kind = loaders.env_config_type(target, given.get("id", ""))
@@ -264,12 +258,7 @@ class OpenEnvWorld(World):
 
     def __init__(self, config: OpenEnvWorld.Config) -> None:
         self.config = config
-        try:
-            self._library = importlib.import_module("openenv")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"'openenv:{self.target}' needs the package openenv: pip install 'multitask-rl[openenv]'"
-            ) from error
+        self._library = import_extra("openenv", "openenv", f"'openenv:{self.target}' needs openenv")
         is_address = self.target.partition("://")[0] in ("http", "https", "ws", "wss")
         self._url = self.target.rstrip("/") if is_address else _start_openenv(self.target)
         self._client: Any = None

@@ -20,12 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
+from multitask_rl.errors import ConfigError, EngineError, MultitaskRLError, require_extra
 from multitask_rl.lazy import without_collector
 
 _LOG = logging.getLogger(__name__)
@@ -305,11 +304,7 @@ class ActorGroup:
         started: int | None = None,
         is_here: bool = False,
     ) -> None:
-        if find_spec("ray") is None:
-            raise MissingExtraError(
-                "executor=ray needs Ray, which is not installed: pip install 'multitask-rl[ray]', or take "
-                "executor=local."
-            )
+        require_extra("ray", "ray", "executor=ray needs Ray", ", or take executor=local")
         import ray
 
         if ActorGroup._num_groups == 0:

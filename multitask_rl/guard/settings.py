@@ -27,7 +27,7 @@ class SafetyGuardConfig(Settings):
     rollback_window: Count = 1000
     """Steps over which ``max_rollbacks`` are counted."""
     confirm: bool = True
-    """Ask a paired test before acting on the screen."""
+    """Act on an alarm only if a paired test confirms it."""
     confirm_z: Annotated[float, Range("[0, 30]")] = 3.09
     """Normal quantile a fresh paired evaluation must exceed (3.09 = one in a thousand)."""
     stored_z: float = 2.33
@@ -40,7 +40,7 @@ class SafetyGuardConfig(Settings):
     """What confirmed alarms do, one rung further each time while a task has not recovered: any of
     ``reweight``, ``freeze``, ``rollback``, in this order. A fall of twice the threshold goes to the last."""
     skip_data: bool = True
-    """Do not see the data between the checkpoint and the alarm again."""
+    """After a rollback, do not train again on the data between the checkpoint and the alarm."""
     lr_factor: Positive = 0.5
     """Factor on the learning rate after a rollback (to the power of the rollbacks in the window)."""
     lr_hold_steps: Natural = 50

@@ -169,8 +169,8 @@ class WatchedMetric:
     def observe(self, evaluation: TaskEvaluation, settings: DetectorSettings) -> bool:
         """Add an evaluation; return False if it has no value of the metric, or no standard error.
 
-        A rate that should fall is watched as its complement ``1 - x``: 15 % of a violation rate of 0.02 is
-        nothing, 15 % of the 98 % that comply is what matters. ConfigError if it has no direction.
+        A rate that should fall is watched as its complement ``1 - x``: 15 % of a violation rate of 0.02 is a
+        negligible change, 15 % of the 98 % that comply is not. ConfigError if it has no direction.
         """
         statistic = self.find(evaluation)
         if statistic is None or not math.isfinite(statistic.error):
@@ -192,7 +192,7 @@ class WatchedMetric:
         return True
 
     def begin_anew(self, evaluation: TaskEvaluation) -> Event | None:
-        """Drop the history if the metric's definition, the sampling or the prompts have changed; say it."""
+        """Drop the history if definition, sampling or prompts of the metric changed; return that event."""
         statistic = evaluation.statistic(self.metric)
         if statistic is None:
             return None

@@ -667,15 +667,3 @@ def compile_blocks(model: nn.Module) -> int:
     for block in blocks:
         block.compile(dynamic=True)
     return len(blocks)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode, then restore the mode of every module."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, was_training in modes:
-            module.training = was_training

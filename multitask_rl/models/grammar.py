@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multitask_rl.config.grammar import lark_source, require_llguidance
-from multitask_rl.errors import ConfigError, EngineError, TrainingError
+from multitask_rl.config.grammar import lark_source
+from multitask_rl.errors import ConfigError, EngineError, TrainingError, require_extra
 from multitask_rl.models.sampling import TokenMask, keep_allowed
 
 _UTF8_BYTES = frozenset(bytes([b]) for b in (*range(0xC0), *range(0xC2, 0xF5)))
@@ -39,7 +39,7 @@ class Grammars:
     """
 
     def __init__(self, tokenizer: Any, *, vocab_size: int, eos_token_id: int) -> None:
-        require_llguidance()
+        require_extra("llguidance", "grammar", "constraints of mode grammar need llguidance")
         from llguidance import LLExecutor, LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
 

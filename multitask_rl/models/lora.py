@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import LoraConfig
-from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError
+from multitask_rl.errors import CheckpointError, ConfigError, import_extra
 from multitask_rl.models.weights import WeightStream, like_of
 from multitask_rl.seeding import derive_seed
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     """Wrap ``model`` so that only adapters of rank ``config.rank`` train; ``seed`` is the run's."""
-    peft = _import_peft("model.lora.rank > 0 needs")
+    peft = import_extra("peft", "peft", "model.lora.rank > 0 needs peft")
     targets: Any = config.target_modules
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",")]
@@ -84,7 +84,7 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
         ConfigError: the adapters do not fit the model, or cannot be merged.
         MissingExtraError: ``peft`` is not installed.
     """
-    peft = _import_peft(f"{directory} holds adapters and needs")
+    peft = import_extra("peft", "peft", f"{directory} holds adapters and needs peft")
     # embeddings that have grown (control tokens) lie beside the adapters
     embedding = next(name for name, own in model.named_modules() if own is model.get_input_embeddings())
     if (grown := weights.get(f"base_model.model.{embedding}.weight")) is not None:
@@ -97,16 +97,6 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
             "Name the base model that they were trained on."
         ) from error
     return merged.requires_grad_()  # peft freezes what is below its adapters
-
-
-def _import_peft(needs: str) -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{needs} the package peft; install it with: pip install 'multitask-rl[peft]'"
-        ) from error
-    return peft
 
 
 class MergedWeights(WeightStream):

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
+from multitask_rl.models.trial import TRIAL_ERRORS, trial_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -355,10 +356,9 @@ def _try(
         for prompt, answer in zip(prompts, answers, strict=True):
             ids = torch.tensor([[*prompt, *answer]], device=device)
             alone.append(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float())
-    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
+    except TRIAL_ERRORS as error:
         return str(error) or type(error).__name__
     whole = torch.stack(alone)
     gaps = [(logits.float() - whole[own, step]).abs().max() for step, (own, logits) in enumerate(found)]
     gap = float(torch.stack(gaps).max() / whole.abs().max().clamp(min=1.0))
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
-    return "" if gap <= tolerance else f"the logits move by {gap:.2g}"
+    return "" if gap <= trial_tolerance(model) else f"the logits move by {gap:.2g}"

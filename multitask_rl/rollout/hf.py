@@ -20,10 +20,10 @@ from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT
 from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.errors import EngineError
-from multitask_rl.models.actor import evaluating
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.rope import context_length
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
+from multitask_rl.models.trial import evaluating
 from multitask_rl.plugins import build_config
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look

@@ -7,7 +7,6 @@ Each becomes a class with ``Config`` whose instances are rewards like any other.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data.reasoning_gym import create_generator, entry_of, score_of
-from multitask_rl.errors import DataError, MissingExtraError, PluginError
+from multitask_rl.errors import DataError, PluginError, import_extra
 from multitask_rl.plugins import REWARDS, Located, locate
 from multitask_rl.records import Rollout
 from multitask_rl.scoring.results import each, failure_of, no_column
@@ -184,14 +183,7 @@ class VerifiersReward(ForeignReward):
 
     def __init__(self, config: VerifiersReward.Config) -> None:
         super().__init__(config)
-        try:
-            self._library = importlib.import_module("verifiers.v1")
-            loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{self.where}: 'verifiers:{self.target}' needs the package verifiers, version 0.4 or later: "
-                "pip install 'verifiers>=0.4'"
-            ) from error
+        self._library, loaders = import_verifiers(f"{self.where}: 'verifiers:{self.target}'")
         try:
             typed = loaders.taskset_config_type(self.target)(id=self.target, **config.taskset)
             taskset = loaders.taskset_class(self.target)(typed)
@@ -317,13 +309,8 @@ class EvaluateReward(ForeignReward):
 
     def __init__(self, config: EvaluateReward.Config) -> None:
         super().__init__(config)
-        try:
-            library = importlib.import_module("evaluate")
-        except ImportError as error:
-            raise MissingExtraError(
-                f"{self.where}: 'evaluate:{self.target}' needs the package evaluate: "
-                "pip install 'multitask-rl[eval]'"
-            ) from error
+        needs = f"{self.where}: 'evaluate:{self.target}' needs evaluate"
+        library = import_extra("evaluate", "eval", needs)
         try:
             self._metric = library.load(self.target)
         except Exception as error:
@@ -364,6 +351,13 @@ def build_foreign(prefix: str, target: str, where: str) -> Located:
         raise PluginError(f"{where}: nothing follows {prefix!r}; expected {base.expects}")
     value = type(base.__name__, (base,), {"target": target, "where": where, "__module__": __name__})
     return Located(value, f"{prefix}:{target.rpartition(':')[2] or target}", "")
+
+
+def import_verifiers(what: str) -> tuple[Any, Any]:
+    """Return verifiers and its loaders, which ``what`` needs; ``MissingExtraError`` without the package."""
+    names = ("verifiers.v1", "verifiers.v1.utils.loaders")
+    library, loaders = (import_extra(name, "verifiers", f"{what} needs verifiers >= 0.4") for name in names)
+    return library, loaders
 
 
 def _column(row: Mapping[str, Any], names: Sequence[str]) -> Any:

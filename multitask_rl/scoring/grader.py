@@ -24,7 +24,7 @@ class PluginFacts:
     text_only: bool = False
     """It reads no token ids."""
     waits: bool = False
-    """Its calls wait for others, so their length does not grow with their rollouts."""
+    """It is async: its calls wait for others, so more rollouts in a call hardly take longer."""
     independent: bool = False
     """A result does not depend on its batch: rollouts may be sent alone."""
 
@@ -156,7 +156,7 @@ class Grader:
 
 
 def _worst(results: Sequence[Result]) -> Result:
-    """Return the result of an episode, given those of its answers: a failure, a violation, the most cost."""
+    """Return the worst result of an episode's answers: a failure, else a violation, else the highest cost."""
     worst = results[0]
     for number, result in enumerate(results, 1):
         if isinstance(result, Failure):

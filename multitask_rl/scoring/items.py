@@ -49,7 +49,7 @@ class Item:
     label: str
     """``<task>/<reward>``, for the log."""
     overrun: Result | None = None
-    """The result of a response that passes a limit of time or memory; None = that is a failure."""
+    """The result of a response that exceeds a limit of time or memory; None = that is a failure."""
     result: Result | None = None
     """The first result counts; later ones (of a hedge or an abandoned call) are dropped."""
     seconds: float = 0.0
@@ -88,7 +88,7 @@ class Item:
 
     @property
     def has_overrun(self) -> bool:
-        """Its result is ``overrun``, the value that its task gives a response that passes a limit."""
+        """Its result is ``overrun``, the value that its task gives a response that exceeds a limit."""
         return self.result is not None and self.result is self.overrun
 
     def make_probe(self) -> Item:
@@ -100,8 +100,8 @@ class Item:
     def conclusion(self) -> Result | None:
         """Return the result once the first attempt failed and the probe ended; None before.
 
-        It is ``overrun`` if the attempt passed a limit and the plugin answers the probe, else the failure of
-        the attempt.
+        It is ``overrun`` if the attempt exceeded a limit and the plugin answers the probe; else it is the
+        failure of the attempt.
         """
         if self.trouble is None or self.probe is None or self.probe.result is None:
             return None

@@ -1,7 +1,7 @@
 """One plugin's queue: sizes its calls, retries, hedges and gives up; its runners make the calls.
 
 A call that stalls is hedged: its open items are sent again, each alone, to another runner, and the first
-result of an item counts. A response that passes its limit or kills a worker triggers a probe: the same row
+result of an item counts. A response that exceeds its limit or kills a worker triggers a probe: the same row
 with an empty response. If the plugin answers the probe, only the response fails. Otherwise the plugin is
 down: its breaker opens and the queued items fail. A batch whose results depend on each other is never split.
 """

@@ -306,7 +306,7 @@ def _task_plugin(
     """Return the plugin of one task; ``ConfigError`` if weight or ``overrun`` does not fit its traits."""
     name, weight, traits = spec.name, spec.weight, lane.facts.traits
     if isinstance(spec, ConstraintSpec):
-        verdict = Verdict(cost=1.0, violated=True, reason="the response passes the limits of its check")
+        verdict = Verdict(cost=1.0, violated=True, reason="the response exceeds the limits of its check")
         return TaskPlugin(name, weight, plan.key, lane, verdict)
     if not traits.higher_is_better:
         if weight < 0:

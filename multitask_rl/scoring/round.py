@@ -67,7 +67,7 @@ class TaskPlugin:
     """Digest of plugin and configuration."""
     lane: Lane
     overrun: Result | None = None
-    """The result of a response that passes the plugin's limits; None = a failure."""
+    """The result of a response that exceeds the plugin's limits; None = a failure."""
 
 
 class Round(Generic[T]):

@@ -25,7 +25,7 @@ class TaskCounts:
     results: int = 0
     hits: int = 0
     overruns: int = 0
-    """Results of responses that passed a limit of time or memory."""
+    """Results of responses that exceeded a limit of time or memory."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """By name of reward or constraint."""
@@ -62,7 +62,7 @@ class TaskCounts:
 class ErrorBudget:
     """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it.
 
-    ``what`` was to be done with them: they were to be ``scored`` by rewards, or ``judged`` by constraints.
+    ``what``, for messages: samples are ``scored`` by rewards or ``judged`` by constraints.
     """
 
     def __init__(self, task: str, limit: float, what: str = "scored") -> None:

@@ -1,7 +1,7 @@
 """Episodes: the actor's answers and the world's replies, turn by turn, many episodes at once.
 
-An episode is sampled as any response is, a request per turn, whose prompt is everything before. While the
-world of one episode works, the engine samples the turns of others.
+Each turn is one request to the engine, whose prompt is the conversation so far. While the world of one
+episode computes its reply, the engine samples turns of other episodes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Episodes:
 
     @property
     def must_wait(self) -> bool:
-        """Whether a world at work has yet to answer (``rollout.lockstep``).
+        """Whether a world has not answered yet (``rollout.lockstep``).
 
         Episodes that wait for a place in a worker do not count: a place becomes free only when others go on.
         """
@@ -110,7 +110,7 @@ class Episodes:
         return any(episode.slot.attempt for episode in self._open.values())
 
     def pause(self) -> None:
-        """Leave the episodes, which wait for their worlds, to a later call."""
+        """End this call; a later one continues the open episodes (``go_on``)."""
         self._pool.pause(self.tickets)
         groups = {episode.slot.group_id for episode in self._open.values()}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key[0] in groups}
@@ -201,7 +201,7 @@ class Episodes:
         return replace(own, max_new_tokens=most, stop=(*own.stop, *episode.stop))
 
     def _room(self, episode: Episode) -> int:
-        """Return how many tokens the next answer may have, whatever the world says."""
+        """Return how many tokens the next answer may have, before the world's own limit."""
         rollout = episode.rollout
         rooms = [rollout.sampling.max_new_tokens, rollout.token_limit - len(rollout.response_ids)]
         if self._actor.max_length:

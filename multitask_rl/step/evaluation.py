@@ -26,8 +26,8 @@ from multitask_rl.training.backend import TrainingBackend
 class Evaluator:
     """Runs the sampling stages of training over each task's held-out prompts.
 
-    ``eval_samples`` of the task is the number of responses per prompt. The first response is the same for
-    every number.
+    ``eval_samples`` of the task is the number of responses per prompt. The first response does not depend on
+    that number.
     """
 
     actor: Actor
@@ -84,6 +84,9 @@ class Evaluator:
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
         if must_score:
             self.tally.check()
+        meter = TextMeter(
+            backend=self.backend, actor=self.actor, engine=self.engine, tasks=self.tasks, seed=self.seed
+        )
         version = self.engine.policy_version
         found: dict[str, TaskEvaluation] = {}
         for name in names:
@@ -105,12 +108,5 @@ class Evaluator:
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
             if task.spec.kind == "anchor" or not task.spec.is_scored:
-                meter = TextMeter(
-                    backend=self.backend,
-                    actor=self.actor,
-                    engine=self.engine,
-                    tasks=self.tasks,
-                    seed=self.seed,
-                )
                 found[name] = meter.measure(name, found[name], purpose)
         return found

@@ -51,14 +51,14 @@ class _Sampled:
     """Prompts whose rollouts are all sampled and handed to the rewards."""
 
     step: int
-    """The step that further work counts to."""
+    """The step in which work on these prompts is recorded."""
     timeline: Timeline
     groups: set[str]
     """Ids of the groups of its prompts."""
     dropped: Counter[str]
-    """Late groups, by task, whose episodes were given up before."""
+    """Late groups of earlier batches that were given up when these prompts were sampled, by task."""
     late: dict[str, str] = field(init=False)
-    """Group id -> task of the groups whose episodes went on after it."""
+    """Group id -> task of the groups with an episode that is still open."""
     rewards: RewardBatch = field(init=False)
     scored: Iterator[list[Scored]] = field(init=False)
     """Groups after all sampling stages: first the quorum, then late groups."""

@@ -119,7 +119,7 @@ class RolloutStage(StreamingStage):
         return record.order
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
-        """Sample each prompt's group; yield rollouts as they end, less joined ones (see ``take_joined``)."""
+        """Sample each prompt's group; yield rollouts as they end, but for joined ones (``take_joined``)."""
         slots: list[Rollout] = []
         given: list[Rollout] = []
         prompts = [prompt for part in parts for prompt in part]
@@ -187,7 +187,7 @@ class RolloutStage(StreamingStage):
         return Counter(own.task for own in gone.values())
 
     def _whole(self, ended: Sequence[Rollout]) -> list[Rollout]:
-        """Return the rollouts that go on: episodes when their group is complete, others at once."""
+        """Return the rollouts to yield: episodes when their group is complete, others at once."""
         passed: list[Rollout] = []
         for rollout in ended:
             group = self._groups[rollout.group_id]
@@ -222,7 +222,8 @@ class RolloutStage(StreamingStage):
 
         The engine samples the turns of episodes beside other responses. If it admits no request while it
         works, a turn waits for the end of the stream; the engine waits only if all turns wait for worlds.
-        With ``is_enough`` it goes on with late episodes, and leaves those that wait when enough has ended.
+        With ``is_enough`` it also samples late episodes. When ``is_enough()``, it leaves the episodes that
+        wait for their worlds to a later call.
         """
         judge = StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None
         episodes = self._late if is_enough is not None else None
@@ -519,9 +520,10 @@ class ConstraintStage(StreamingStage):
         return replace(rollout, rejected=rejected)
 
     def _next_attempt(self, rollout: Rollout) -> Rollout | None:
-        """Return the empty slot after a rejected attempt; None if no attempt is left, or it would be equal.
+        """Return the empty slot for the attempt after a rejected one; None if no attempt is left.
 
-        The attempts after a greedy response are sampled as in training.
+        After a greedy response further attempts use the task's own sampling. If that is greedy too, there is
+        no further attempt: its response would be the same.
         """
         if not rollout.rejected:
             return None
@@ -887,8 +889,9 @@ def sampling_stages(
 def is_trainable(task: TaskState, scored: Scored) -> bool:
     """Whether the task's algorithm may learn from the record.
 
-    Not from a response that failed; from a rejected one only if it ``trains_rejected``; from any other
-    without a reward, e.g. because scoring failed, only if it does not need one.
+    - A response that failed: no.
+    - A rejected response: if the algorithm ``trains_rejected``.
+    - Any other: if it has a reward, or the algorithm needs none.
     """
     if scored.rollout.failure is not None:
         return False

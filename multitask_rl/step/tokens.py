@@ -20,7 +20,7 @@ Sampled = tuple[str, int, int]
 
 
 def sampled_as(rollout: Rollout) -> Sampled:
-    """Return what names a rollout in its step."""
+    """Return what identifies a rollout within its step."""
     return rollout.group_id, rollout.sample, rollout.attempt
 
 

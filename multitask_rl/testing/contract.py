@@ -268,7 +268,7 @@ def _works_in_worker(
     overruns = pool.metrics()["task"]["reward_overrun_rate"] * len(rollouts)
     detail = _show(broken[0]) if broken else ""
     if overruns:
-        detail = f"{overruns:.0f} of {len(rollouts)} hostile responses pass its limit of time or memory"
+        detail = f"{overruns:.0f} of {len(rollouts)} hostile responses exceed its limit of time or memory"
     return Finding("works in a worker process", not detail, detail)
 
 

@@ -33,13 +33,12 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, require_extra
 from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
@@ -163,11 +162,8 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
 
 
 def _require_mlflow() -> None:
-    if find_spec("mlflow") is None:
-        raise MissingExtraError(
-            "MLflow is not installed: pip install 'multitask-rl[mlflow]', or track without it: "
-            "tracking.trackers=[console,jsonl]."
-        )
+    otherwise = ", or track without it: tracking.trackers=[console,jsonl]"
+    require_extra("mlflow", "mlflow", "this needs MLflow", otherwise)
 
 
 def _client(uri: str) -> MlflowClient:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import require_extra
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
 
@@ -32,11 +31,7 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        if find_spec("tensorboard") is None:
-            raise MissingExtraError(
-                "TensorBoard is not installed: pip install 'multitask-rl[tensorboard]', or take it out of "
-                "tracking.trackers."
-            )
+        require_extra("tensorboard", "tensorboard", "tracking.trackers names tensorboard")
         self._directory = Path(output_dir) / "tensorboard"
         self._writer: SummaryWriter | None = None
         self._sampled_s = -math.inf

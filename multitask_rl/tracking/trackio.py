@@ -13,12 +13,11 @@ import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import require_extra
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import SAMPLE_COLUMNS, SAMPLES_EVERY_S, TO_ACT_ON, Tracker, sample_rows
 
@@ -31,11 +30,7 @@ class TrackioTracker(Tracker):
     """
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        if find_spec("trackio") is None:
-            raise MissingExtraError(
-                "trackio is not installed: pip install 'multitask-rl[trackio]', or take it out of "
-                "tracking.trackers."
-            )
+        require_extra("trackio", "trackio", "tracking.trackers names trackio")
         self.run_id = run_id
         self._directory, self._config = Path(output_dir), config
         self._run: Any = None

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import require_extra
 from multitask_rl.records import Event, Scored
 from multitask_rl.tracking.base import SAMPLE_COLUMNS, SAMPLES_EVERY_S, TO_ACT_ON, Tracker, sample_rows
 
@@ -32,11 +31,7 @@ class WandbTracker(Tracker):
     """
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        if find_spec("wandb") is None:
-            raise MissingExtraError(
-                "Weights & Biases is not installed: pip install 'multitask-rl[wandb]', or take it out of "
-                "tracking.trackers."
-            )
+        require_extra("wandb", "wandb", "tracking.trackers names wandb")
         self.run_id = run_id
         self._directory, self._config = Path(output_dir), config
         self._run: Any = None

@@ -84,8 +84,8 @@ class Trainer:
     """Trains one shared actor on the tasks of a tasks file.
 
     Args:
-        actor: the shared actor (``get_actor_critic``), or a loaded model of ``transformers``; None loads the
-            one of ``config.model``, last.
+        actor: the shared actor (``get_actor_critic``), or a loaded model of ``transformers``; None loads
+            ``config.model``, after the settings were checked.
         critic: its critic; None makes heads on the actor's trunk where a task needs them.
         dataloader: rows by task (``get_dataloader``), or what that takes; None reads the data sets that the
             tasks name.

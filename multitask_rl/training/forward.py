@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from multitask_rl.models.actor import evaluating
 from multitask_rl.models.sampling import TokenMask, keep_top, suppress
+from multitask_rl.models.trial import TRIAL_ERRORS, evaluating
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.shared_prompt import read_shared
@@ -195,7 +195,7 @@ def split_head(model: Any) -> tuple[Any, Any] | None:
             with torch.no_grad(), evaluating(model):
                 whole = model(**given).logits.float()
                 parts = head(decoder(**given).last_hidden_state).float()
-        except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError):
+        except TRIAL_ERRORS:
             return None
         finally:
             if handle is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
-from multitask_rl.models.actor import evaluating
+from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_tolerance
 from multitask_rl.training.shared_prompt import BLOCK_CELLS, SharedPart, cut_by_length, cut_prompts, make_part
 
 logger = logging.getLogger(__name__)
@@ -221,14 +221,14 @@ def supports_packing(model: Any) -> bool:
         with evaluating(model):
             alone = score(sample)
             first, second = (score([i % size for i in before], sample) for before in befores)
-    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
+    except TRIAL_ERRORS as error:
         logger.info("samples cannot be packed: %s", error)
         return False
     exact = next(model.parameters()).dtype == torch.float32
     scale = alone.abs().max().clamp(min=1e-6)
     gap, leak = float((first - alone).abs().max() / scale), float((first - second).abs().max() / scale)
     # first and second have the same shape, so that their rounding hardly differs
-    if not (gap <= (1e-3 if exact else 0.1) and leak <= (1e-5 if exact else 5e-3)):
+    if not (gap <= trial_tolerance(model) and leak <= (1e-5 if exact else 5e-3)):
         logger.info("samples cannot be packed: logits move by %.2g, by the samples before %.2g", gap, leak)
         return False
     return True

@@ -22,7 +22,7 @@ from torch import Tensor
 from multitask_rl.attention.block import BLOCKS, Block, Blocks, keep_until_backward, mask_of
 from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.attention.interface import has_windows, use_attention
-from multitask_rl.models.actor import evaluating
+from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -279,13 +279,12 @@ def supports_shared_prompts(model: Any) -> bool:
                 row = torch.tensor([[*prompts[i], *responses[i]]], device=device)
                 out = model(input_ids=row, use_cache=False)
                 plain.append(out.logits[0, len(prompts[i]) - 1 : -1].float())
-    except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError, IndexError) as error:
+    except TRIAL_ERRORS as error:
         logger.info("prompts of a group are computed per sample: %s", error)
         return False
     whole = torch.cat(plain)
-    tolerance = 1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1
     gap = float((shared.float() - whole).abs().max() / whole.abs().max().clamp(min=1.0))
-    if not gap <= tolerance:
+    if not gap <= trial_tolerance(model):
         logger.info("prompts of a group are computed per sample: a shared prompt moves logits by %.2g", gap)
         return False
     return True

@@ -6,12 +6,12 @@ import ast
 import builtins
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.schema.ranges import NotNegative, OneOf, Range, Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, MissingExtraError, import_extra
 from multitask_rl.records import Failure, FailureKind, RewardResult, Rollout, Score
 from multitask_rl.sandbox.base import (
     AssertsTask,
@@ -32,9 +32,6 @@ from multitask_rl_rewards.code_blocks import (
     parses,
 )
 from multitask_rl_rewards.text import answer_of, data_failure
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 _NAME = "code_evaluator"
 
@@ -301,14 +298,9 @@ def _sandbox() -> Any:
     return shared_sandbox()
 
 
-def _codebleu(language: str) -> ModuleType:
-    try:
-        from multitask_rl_rewards import codebleu_score
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{_NAME}: CodeBLEU comes from the package `codebleu` with tree-sitter 0.22, which cannot be "
-            f"imported ({error}). Install it with: pip install 'multitask-rl[eval]'"
-        ) from error
+def _codebleu(language: str) -> Any:
+    needs = f"{_NAME}: CodeBLEU comes from codebleu, with tree-sitter 0.22"
+    codebleu_score = import_extra("multitask_rl_rewards.codebleu_score", "eval", needs)
     if language not in codebleu_score.LANGUAGES:
         allowed = ", ".join(codebleu_score.LANGUAGES)
         raise ConfigError(f"{_NAME}: `language` must be one of {allowed}; got {language!r}.")

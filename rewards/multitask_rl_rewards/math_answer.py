@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import import_extra
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import answer_of, data_failure, question_of, value_of, without_question
 
@@ -312,13 +312,7 @@ def _canonical(answer: str) -> str:
 
 @lru_cache(maxsize=1)
 def _library() -> tuple[Any, Any]:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise MissingExtraError(
-            f"math_answer compares through `math-verify`, which cannot be imported ({error}). "
-            "Install it with: pip install 'multitask-rl[math]'"
-        ) from error
+    library = import_extra("math_verify", "math", "math_answer compares through math-verify")
     # It warns at every first use that its own time limit is off; the pool's is on.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return parse, verify
+    return library.parse, library.verify

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Range, Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, import_extra
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import answer_of, data_failure
 
@@ -272,16 +272,11 @@ def _row_schema(value: Any) -> Mapping[str, Any] | Failure:
 
 
 def _validator(schema: Mapping[str, Any]) -> Any:
-    try:
-        from jsonschema.validators import validator_for
-        from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
-    except ImportError as error:
-        raise MissingExtraError(
-            f"json_schema validates through the package `jsonschema`, which cannot be imported ({error}). "
-            "Install it with: pip install 'multitask-rl[eval]'"
-        ) from error
+    needs = "json_schema validates through jsonschema"
+    validators = import_extra("jsonschema.validators", "eval", needs)
+    specifications = import_extra("jsonschema_specifications", "eval", needs)
     # with its own registry nothing is fetched: by default a remote $ref is, by http or from a local file
-    return validator_for(schema)(schema, registry=REGISTRY)
+    return validators.validator_for(schema)(schema, registry=specifications.REGISTRY)
 
 
 def _schema_problem(schema: Mapping[str, Any]) -> str:
@@ -303,7 +298,7 @@ def _schema_problem(schema: Mapping[str, Any]) -> str:
 
 def _outside(schema: Any) -> str:
     """Return the first ``$ref`` that is neither in ``schema`` nor one of JSON Schema's own; "" if none is."""
-    from jsonschema_specifications import REGISTRY
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
 
     found, waiting = list[str](), [schema]
     known = {""}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, import_extra
 from multitask_rl.records import Failure, RewardResult, Rollout, Score
 from multitask_rl_rewards.text import answer_of, data_failure, value_of
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    pass
 
 _AROUND = " .,()*`\"'\n"
 
@@ -189,12 +189,6 @@ class Rouge(_ReferenceReward):
         return values
 
 
-def _metrics() -> ModuleType:
-    try:
-        from multitask_rl_rewards import evaluate_metrics
-    except ImportError as error:
-        raise MissingExtraError(
-            f"exact_match, f1 and rouge compute through the package `evaluate`, which cannot be imported "
-            f"({error}). Install it with: pip install 'multitask-rl[eval]'"
-        ) from error
-    return evaluate_metrics
+def _metrics() -> Any:
+    needs = "exact_match, f1 and rouge compute through evaluate"
+    return import_extra("multitask_rl_rewards.evaluate_metrics", "eval", needs)

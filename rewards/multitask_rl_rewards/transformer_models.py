@@ -11,13 +11,12 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from weakref import WeakValueDictionary
 
 from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
-from multitask_rl.errors import ConfigError, MissingExtraError, UnavailableError
+from multitask_rl.errors import ConfigError, UnavailableError, require_extra
 
 if TYPE_CHECKING:
     import torch
@@ -180,11 +179,9 @@ def check_device(config: ModelSettings, plugin: str) -> torch.device:
             f"{plugin}: dtype int4 runs on CUDA only, as torchao has no kernel of 4 bits for {device.type}; "
             "set dtype: int8, or device: cuda"
         )
-    if config.dtype in _BITS and find_spec("torchao") is None:
-        raise MissingExtraError(
-            f"{plugin}: dtype {config.dtype} needs torchao: pip install 'multitask-rl[quantized]', or set "
-            "dtype: auto"
-        )
+    if config.dtype in _BITS:
+        needs = f"{plugin}: dtype {config.dtype} needs torchao"
+        require_extra("torchao", "quantized", needs, ", or set dtype: auto")
     return device
 
 

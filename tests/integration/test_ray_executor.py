@@ -399,7 +399,7 @@ def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[An
 
 
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[ray\]"):
         RayScorer(partial(LengthPool, ""), num_pools=1)
 

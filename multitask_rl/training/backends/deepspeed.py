@@ -22,10 +22,9 @@ from packaging.version import Version
 from torch import Tensor, nn
 
 from multitask_rl.config.devices import actor_devices, torchrun_size
-from multitask_rl.config.grammar import is_installed
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.ranges import OneOf, Settings
-from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError, TrainingError
+from multitask_rl.errors import CheckpointError, ConfigError, MissingExtraError, TrainingError, is_installed
 from multitask_rl.models.actor import Actor
 from multitask_rl.training.backend import TokenMeans, UpdateResult, Weighted
 from multitask_rl.training.backends.build import TorchBackend, refused_in_parts

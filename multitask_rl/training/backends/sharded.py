@@ -21,7 +21,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, evaluating
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.trial import evaluating, trial_tolerance
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
@@ -360,7 +361,7 @@ def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
         raise ConfigError(f"{what} cannot be computed in parts: {error}; leave this setting out") from error
     found = torch.cat(outputs)
     gap = 0.0 if expected is None else float((found - expected).abs().max())
-    if not gap <= (1e-3 if next(model.parameters()).dtype == torch.float32 else 0.1):
+    if not gap <= trial_tolerance(model):
         raise ConfigError(
             f"{what} computes something else in parts than whole: log-probabilities move by {gap:.2g}; leave "
             "this setting out"

@@ -12,7 +12,7 @@ from typing import Any
 
 from multitask_rl.config.schema.ranges import Count, Settings
 from multitask_rl.data.readers import read_file
-from multitask_rl.errors import ConfigError, DataError, MissingExtraError, path_errors
+from multitask_rl.errors import ConfigError, DataError, import_extra, path_errors
 
 _lock = threading.Lock()
 
@@ -81,7 +81,7 @@ class _Index:
     """Documents with their BM25 scores by word; ``changed``, the file's time, has a new file read."""
 
     def __init__(self, path: str, changed: int, text: str, title: str) -> None:
-        self._library = _bm25s()
+        self._library = import_extra("bm25s", "search", "search ranks documents through bm25s")
         self._documents: list[tuple[str, str]] = []
         for number, row in enumerate(read_file(path), 1):
             body = row.get(text)
@@ -110,14 +110,3 @@ class _Index:
             texts, stopwords="en", return_ids=False, show_progress=False
         )
         return found
-
-
-def _bm25s() -> Any:
-    try:
-        import bm25s
-    except ImportError as error:
-        raise MissingExtraError(
-            f"search ranks documents through the package `bm25s`, which cannot be imported ({error}). "
-            "Install it with: pip install 'multitask-rl[search]'"
-        ) from error
-    return bm25s

@@ -476,7 +476,7 @@ def test_a_script_of_verl_becomes_files_that_validate(
     assert "rollout.max_new_tokens = 2048" in told
     written = (tmp_path / "converted" / "experiment" / "converted.yaml").read_text()
     assert "max_steps: 150\n" in written  # 30 passes over 40 rows, 8 a step
-    assert "trainer.experiment_name: the shell computes it" in told
+    assert "trainer.experiment_name: the script computes it" in told
     assert main(["tasks", "validate", "converted/tasks.yaml"]) == 0
     assert main(["train", "--config-dir", "converted", "+experiment=converted", "--cfg", "job"]) == 0
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from multitask_rl.errors import ConfigError, MissingExtraError
-from multitask_rl_rewards import transformer_models
 from multitask_rl_rewards.rm_hf import RewardModel
 from reward_builders import rollout, train_classifier
 
@@ -37,6 +38,6 @@ def test_int8_scores_as_the_whole_model(directory):
 def test_what_is_missing_is_named(directory, monkeypatch):
     with pytest.raises(ConfigError, match=r"int4 runs on CUDA only.* dtype: int8"):
         build(directory, "int4")
-    monkeypatch.setattr(transformer_models, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torchao", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'multitask-rl\[quantized\]'"):
         build(directory, "int8")

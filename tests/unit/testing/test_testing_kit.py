@@ -161,7 +161,7 @@ def test_fake_engine_depends_on_prompt_seed_and_weights_only() -> None:
             "import time\nfrom multitask_rl.scoring.shapes import with_traits\n"
             "@with_traits(timeout_s=0.5)\ndef f(response):\n"
             "    time.sleep(60 if len(response) > 10000 else 0)\n    return 1.0\n",
-            "1 of 8 hostile responses pass its limit of time or memory",
+            "1 of 8 hostile responses exceed its limit of time or memory",
         ),
     ],
     ids=["exits", "interrupts", "hangs", "hangs-on-one"],

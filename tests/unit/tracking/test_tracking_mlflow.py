@@ -7,6 +7,7 @@ import math
 import os
 import re
 import signal
+import sys
 import threading
 from dataclasses import replace
 from importlib.util import find_spec
@@ -168,7 +169,7 @@ def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(t
 
 
 def test_missing_mlflow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[mlflow\]"):
         Trackers(tmp_path, TrackingConfig(trackers=["mlflow"]), None)
 
