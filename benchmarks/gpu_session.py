@@ -5,7 +5,8 @@
     python benchmarks/gpu_session.py --tiny                # the same parts on a CPU with tiny actors, minutes
 
 The interpreter needs the package and pytest: ``pip install -e '.[mlflow,vllm]' trl pytest pytest-timeout``.
-``HF_HUB_OFFLINE=0`` lets the example fetch its model.
+``HF_HUB_OFFLINE=0`` lets the example fetch its model. Where a command may take some minutes only, run some
+parts at a time (``--minutes 9 --only doctor tests nccl``), each time with a ``--directory`` of its own.
 
 Each part is a process of its own with a time limit. What it printed and measured is kept when a later part
 fails or the machine goes away: ``<directory>/<part>.log``, ``<directory>/<part>.json``, and ``summary.json``

@@ -91,7 +91,10 @@ class Blocks:
         prompt = self._seen[:1] if self.even else self._seen[block.prompt]
         prompt = prompt[:, None, None].expand(-1, 1, len(queries), -1)
         visible = torch.cat([prompt, own.expand(len(prompt), -1, -1, -1)], dim=-1)
-        bias = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, float("-inf"))
+        # CUDA's kernel reads rows that begin at multiples of 8; other biases torch copies for every layer
+        width = visible.shape[-1]
+        rows = torch.zeros(*visible.shape[:-1], -(-width // 8) * 8, dtype=dtype, device=device)
+        bias = rows[..., :width].masked_fill_(~visible, float("-inf"))
         if not self.slice_sizes[number]:
             self._biases[number, dtype] = bias
         return bias

@@ -9,8 +9,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
+
+# Torch prefers cuDNN on Hopper. Its gradient under a mask may be NaN (pytorch/pytorch#196678), and each new
+# length takes some 30 ms.
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 _HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
 """Arguments of the interface that do not change causal attention."""

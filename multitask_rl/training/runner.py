@@ -34,15 +34,19 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """Context in which activations wait in host memory between forward and backward pass.
 
     The weights of ``model`` stay; ``torch.autograd.graph.save_on_cpu`` would copy them too, in every pass.
+    So do biases of attention: they are expanded to all heads, and a copy would have the expanded size. Copies
+    keep their strides: CUDA's attention refuses or misreads others (pytorch/pytorch#134995).
     """
 
     def __init__(self, model: Any) -> None:
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            if tensor.untyped_storage().data_ptr() in weights:
+            storage = tensor.untyped_storage()
+            is_expanded = storage.nbytes() < tensor.nbytes
+            if is_expanded or storage.data_ptr() in weights:
                 return tensor.device, tensor
-            saved = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            saved = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             return tensor.device, saved.copy_(tensor)
 
         def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -83,12 +84,14 @@ def main():
 
     with without_collector():
         import datasets  # noqa: F401
-        import mlflow  # noqa: F401
         from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
         from multitask_rl.cli import train  # noqa: F401
         from multitask_rl.trainer import Trainer  # noqa: F401
         from multitask_rl.training.backends import replica  # noqa: F401
+
+        with suppress(ImportError):  # a machine with a GPU may lack it
+            import mlflow  # noqa: F401
 
     codes = {}
     for line in sys.stdin:

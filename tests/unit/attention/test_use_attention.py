@@ -1,6 +1,7 @@
 """One door for every attention of our own: what a model used before comes back."""
 
 import pytest
+import torch
 
 from multitask_rl.attention.block import BLOCKS
 from multitask_rl.attention.context import CONTEXT
@@ -34,3 +35,7 @@ def test_the_peers_of_the_innermost_context_are_asked():
         assert current_peers() is outer
     with pytest.raises(IndexError):
         current_peers()
+
+
+def test_cudnn_whose_gradients_may_be_nan_does_not_attend():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

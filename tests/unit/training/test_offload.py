@@ -38,3 +38,14 @@ def test_weights_are_not_copied_and_activations_are() -> None:
     assert saved.data_ptr() != out.data_ptr()
     assert out.grad_fn.next_functions[0][0]._saved_mat2.data_ptr() == weight.data_ptr()
     assert out.grad_fn.next_functions[0][0]._saved_self.data_ptr() != hidden.data_ptr()
+
+
+def test_a_saved_tensor_keeps_its_strides_and_an_expanded_one_is_not_copied() -> None:
+    """CUDA's attention saves a transposed output, and a bias that is expanded to all heads."""
+    x, scale = torch.randn(2, 3, 4, requires_grad=True), torch.rand(2, 1, 4)
+    with ActivationOffload(torch.nn.ParameterList()):
+        out = x.transpose(0, 1).exp()
+        scaled = out * scale.expand(2, 3, 4).transpose(0, 1)
+    assert out.grad_fn._saved_result.stride() == out.stride() != out.contiguous().stride()
+    saved = scaled.grad_fn._saved_other
+    assert (saved.data_ptr(), saved.stride()) == (scale.data_ptr(), (0, 4, 1))

@@ -317,6 +317,16 @@ def test_attention_that_wants_more_is_refused():
         block_attention.block_attention(layer, states, states, states, mask, dropout=0.1)
 
 
+@pytest.mark.parametrize("lengths", [[3, 5], [4, 4]])
+def test_rows_of_a_bias_begin_where_the_kernels_of_gpus_read_them(lengths):
+    """At multiples of 8 numbers: torch would copy another bias, in every layer."""
+    prefixes = [Block(rows=1, width=length) for length in lengths]
+    rows = Block(rows=2, width=6, prompt=torch.tensor([0, 1]))
+    bias = Blocks(prefixes, torch.tensor(lengths), [rows]).bias(0, range(6), torch.float32)
+    assert bias.shape[2:] == (6, max(lengths) + 6)
+    assert [stride % 8 for stride in bias.stride()[:-1]] == [0, 0, 0]
+
+
 def test_attention_chosen_by_hand_is_left_alone():
     model = build_model()
     model.set_attn_implementation("flex_attention")
