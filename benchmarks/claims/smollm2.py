@@ -68,10 +68,10 @@ SETTINGS: Mapping[str, Any] = {
     "scoring": {"num_workers": 1},
 }
 """Laid over ``configs/experiment/smollm2.yaml``."""
-COMPARED = ("worst", "mean", "level/", "flagged", "kl/questions", "loss/prose")
+COMPARED = ("worst", "mean", "auc_worst", "auc_mean", "level/", "flagged", "kl/questions", "loss/prose")
 """Metrics of the tables; ``level/`` is those of all tasks."""
 PAIRS = (
-    *(("uniform", arm) for arm in ("default", "sharpness_3", "prior_40", "tac", "static_best")),
+    *(("uniform", arm) for arm in ("default", "prior_40", "sharpness_3", "tac", "static_best")),
     ("no_constraint", "default"),
     ("fault_no_guard", "fault"),
 )
@@ -283,7 +283,7 @@ def _train(run: Run) -> tuple[Path, Metrics]:
     keys = {key for row in steps for key in row if key.startswith("task/") and key.endswith(ends)}
     for key in sorted(keys):
         metrics[key.removeprefix("task/")] = mean([row[key] for row in steps if key in row])
-    return Path(model_directory(str(weights))), metrics | _anchors(run, folder)
+    return Path(model_directory(str(weights))), metrics | _over_the_run(run, folder) | _anchors(run, folder)
 
 
 def _build(run: Run, steps: int) -> Trainer:
@@ -331,6 +331,19 @@ def _anchors(run: Run, folder: Path) -> Metrics:
         metrics[f"kl/{name}"] = own[-1]["kl"]
         metrics[f"loss/{name}"] = own[-1]["loss"] - own[0]["loss"]
     return metrics
+
+
+def _over_the_run(run: Run, folder: Path) -> Metrics:
+    """Return the worst and the mean level of the evaluations after the first, averaged over them."""
+    levels: dict[int, dict[str, float]] = {}
+    for line in (folder / "evaluations.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if row["task"] in run.prepared["tasks"] and row["step"] > 0:
+            levels.setdefault(row["step"], {})[row["task"]] = row["mean"]
+    return {
+        "auc_worst": mean([min(own.values()) for own in levels.values()]),
+        "auc_mean": mean([mean(list(own.values())) for own in levels.values()]),
+    }
 
 
 def _means(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

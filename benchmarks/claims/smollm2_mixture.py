@@ -1,8 +1,8 @@
 """The scheduler's policies on the chat model where its tasks differ in what they have left to learn.
 
-Four tasks whose answers are short, so that a step takes a fifth of the time of one of ``smollm2``: sums,
-products, the largest of three or four numbers and the kind of a thing. No test prompt is a training prompt,
-and none asks for a thing that training prompts ask for.
+Five tasks whose answers are short, so that a step takes a fifth of the time of one of ``smollm2``: sums,
+the largest of three or four numbers, the kind of a thing, the first word of a list, a number to repeat. The
+last two are soon solved. No test prompt is a training prompt; no word of ``kind`` is in two splits.
 """
 
 from __future__ import annotations
@@ -54,39 +54,47 @@ ORDERS = (
 )
 QUOTAS = {"train": 16, "validation": 4, "test": 12}
 """Of the 32 words of a kind."""
+WORDS = [word for words in KINDS.values() for word in words]
 assert all(len(set(words)) == sum(QUOTAS.values()) for words in KINDS.values())
 
-Item = tuple[str, str]
-"""Prompt and reference."""
+Row = dict[str, Any]
+"""``prompt``, ``reference`` and, for ``label_match``, ``labels``."""
 
 
-def _sum(stream: random.Random) -> Item:
+def _sum(stream: random.Random) -> Row:
     a, b = stream.randrange(11, 100), stream.randrange(11, 100)
-    return f"What is {a} + {b}? Answer with the number only.", str(a + b)
+    return {"prompt": f"What is {a} + {b}? Answer with the number only.", "reference": str(a + b)}
 
 
-def _product(stream: random.Random) -> Item:
-    a, b = stream.randrange(3, 100), stream.randrange(3, 20)
-    return f"What is {a} * {b}? Answer with the number only.", str(a * b)
-
-
-def _largest(stream: random.Random) -> Item:
+def _largest(stream: random.Random) -> Row:
     numbers = stream.sample(range(10, 1000), stream.choice((3, 4)))
     shown = ", ".join(map(str, numbers))
-    return f"Which number is the largest: {shown}? Answer with the number only.", str(max(numbers))
+    prompt = f"Which number is the largest: {shown}? Answer with the number only."
+    return {"prompt": prompt, "reference": str(max(numbers))}
 
 
-def _number_rows(make: Callable[[random.Random], Item], name: str) -> list[dict[str, Any]]:
-    stream, rows = random_stream(0, "smollm2_mixture", name), dict[str, dict[str, Any]]()
+def _first(stream: random.Random) -> Row:
+    words = stream.sample(WORDS, 4)
+    prompt = f"What is the first word of this list: {', '.join(words)}? Answer with one word."
+    return {"prompt": prompt, "reference": words[0], "labels": words}
+
+
+def _copy(stream: random.Random) -> Row:
+    number = str(stream.randrange(1000, 10000))
+    return {"prompt": f"Repeat this number and say nothing else: {number}", "reference": number}
+
+
+def _rows_of(make: Callable[[random.Random], Row], name: str) -> list[Row]:
+    stream, rows = random_stream(0, "smollm2_mixture", name), dict[str, Row]()
     for split, number in SPLITS.items():
         end = len(rows) + number
         while len(rows) < end:
-            prompt, reference = make(stream)
-            rows.setdefault(prompt, {"prompt": prompt, "reference": reference, "split": split})
+            row = make(stream)
+            rows.setdefault(row["prompt"], row | {"split": split})
     return list(rows.values())
 
 
-def _kind_rows() -> Iterator[dict[str, Any]]:
+def _kind_rows() -> Iterator[Row]:
     stream = random_stream(0, "smollm2_mixture", "kind")
     for kind, words in KINDS.items():
         shuffled: Sequence[str] = stream.sample(words, len(words))
@@ -104,10 +112,11 @@ def prepare_mixture(options: Options) -> None:
     found = Run(arm=Arm(name="base"), seed=0, options=options).prepared
     data = options.directory / "smollm2" / "prepared" / "data"
     rows = {
-        "sum": (_number_rows(_sum, "sum"), "math_answer"),
-        "product": (_number_rows(_product, "product"), "math_answer"),
-        "largest": (_number_rows(_largest, "largest"), "math_answer"),
+        "sum": (_rows_of(_sum, "sum"), "math_answer"),
+        "largest": (_rows_of(_largest, "largest"), "math_answer"),
         "kind": (list(_kind_rows()), "label_match"),
+        "first": (_rows_of(_first, "first"), "label_match"),
+        "copy": (_rows_of(_copy, "copy"), "math_answer"),
     }
     tasks: dict[str, Any] = {}
     for name, (own, reward) in rows.items():
@@ -124,6 +133,8 @@ def prepare_mixture(options: Options) -> None:
 def _arm(name: str, **scheduler: Any) -> Arm:
     run = {
         "batch": {"prompts_per_step": 12},
+        # with the 4e-5 of ``smollm2`` tasks fell again after 30 steps (seed 0)
+        "optimizer": {"learning_rate": 2e-5},
         "eval": {"every": EVERY, "num_prompts": 64},
         "checkpoint": {"every": EVERY},
         "tracking": {"store_rollouts": 0},
@@ -135,15 +146,14 @@ def _arm(name: str, **scheduler: Any) -> Arm:
 CLAIM = Claim(
     name="smollm2_mixture",
     statement=(
-        "On SmolLM2-135M-Instruct, four tasks with short answers, paired over seeds: the default "
+        "On SmolLM2-135M-Instruct, five tasks with short answers, paired over seeds: the default "
         "scheduler's worst task is better than with equal shares and its mean not worse."
     ),
-    steps=20,
+    steps=40,
     arms=(
         _arm("base"),
         _arm("default"),
         _arm("prior_40", policy_config={"prior_prompts": 40}),
-        _arm("sharpness_3", policy_config={"sharpness": 3}),
         _arm("uniform", policy="uniform"),
         _arm("tac", policy="tac"),
     ),
