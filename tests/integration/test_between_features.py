@@ -37,7 +37,7 @@ from multitask_rl.step.metrics import has_spread
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
-from run_builders import lines, run_config, train, write_run
+from run_builders import JudgesAllGood, lines, run_config, train, write_run
 
 COPY = """
 tasks:
@@ -74,28 +74,11 @@ def test_a_task_that_the_guard_froze_is_trained_again_once_the_guard_is_off(tmp_
         assert resumed.scheduler.weights()["digit"] > 0.0
 
 
-class Once(Guard):
-    """Judges all weights good, each only once."""
-
-    def __init__(self):
-        self.judged = []
-
-    def observe(self, step, evaluations, confirm=None):
-        self.judged.append(step)
-        return GuardDecision(judged_good=True)
-
-    def state_dict(self):
-        return {"judged": list(self.judged)}
-
-    def load_state_dict(self, state, renamed=None):
-        self.judged = list(state["judged"])
-
-
 def settings_of_a_fork(directory):
     """Train two steps into ``out``; return settings with which a run begins from there."""
     write_run(directory, COPY, num_rows=40)
     trainer = Trainer.from_config(run_config(directory, "out", 2, **SMALL))
-    trainer.add_guard(Once())
+    trainer.add_guard(JudgesAllGood())
     trainer.train()
     found = str(directory / "out/checkpoints/step_00000002")
     return {**SMALL, "checkpoint": CheckpointConfig(every=2, resume=found)}
@@ -103,7 +86,7 @@ def settings_of_a_fork(directory):
 
 def test_a_fork_begins_with_an_evaluation_and_a_checkpoint_that_its_guard_may_restore(tmp_path):
     sizes = settings_of_a_fork(tmp_path)
-    for guard, judged, verdict in ((Once(), [0, 2, 3], True), (None, None, None)):
+    for guard, judged, verdict in ((JudgesAllGood(), [0, 2, 3], True), (None, None, None)):
         none = GuardConfig(enabled=False)
         fork = Trainer.from_config(run_config(tmp_path, f"fork_{judged}", 3, guard=none, **sizes))
         if guard is not None:
@@ -127,7 +110,7 @@ def test_a_fork_with_other_rewards_or_tasks_is_judged_anew_and_says_what_differs
     ):
         (tmp_path / "tasks.yaml").write_text(text)
         fork = Trainer.from_config(run_config(tmp_path, name, 3, **sizes))
-        fork.add_guard(Once())
+        fork.add_guard(JudgesAllGood())
         fork.train()
         assert fork.guard.judged == [0, 2, 2, 3], "step 2 by the checkpoint's guard, and anew"
         (event,) = [json.loads(e) for e in lines(tmp_path / name, "events.jsonl") if '"changed"' in e]

@@ -22,7 +22,7 @@ from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.jsonl import RECORDS, JsonlTracker
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
-from run_builders import lines, run_config, train, write_run
+from run_builders import JudgesAllGood, lines, run_config, train, write_run
 
 COPY = """
 tasks:
@@ -118,27 +118,10 @@ def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_ag
     assert [line["step"] for line in map(json.loads, lines(place / "fork", "evaluations.jsonl"))][-1] == 10
 
 
-class Counts(Guard):
-    """Judges all weights good, and knows how often it has judged each."""
-
-    def __init__(self):
-        self.judged = []
-
-    def observe(self, step, evaluations, confirm=None):
-        self.judged.append(step)
-        return GuardDecision(judged_good=True)
-
-    def state_dict(self):
-        return {"judged": self.judged}
-
-    def load_state_dict(self, state, renamed=None):
-        self.judged = [*state["judged"]]
-
-
 def test_a_fork_that_is_stopped_in_its_first_evaluation_judges_no_weights_twice(place):
     def trainer(config):
         found = Trainer.from_config(config)
-        found.add_guard(Counts())
+        found.add_guard(JudgesAllGood())
         return found
 
     def stop(step, **keywords):
