@@ -163,7 +163,7 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
 
 def _require_mlflow() -> None:
     otherwise = ", or track without it: tracking.trackers=[console,jsonl]"
-    require_extra("mlflow", "mlflow", "this needs MLflow", otherwise)
+    require_extra("mlflow", "mlflow", "the tracker mlflow needs MLflow", otherwise)
 
 
 def _client(uri: str) -> MlflowClient:

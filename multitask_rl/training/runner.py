@@ -42,9 +42,9 @@ class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            storage = tensor.untyped_storage()
-            is_expanded = storage.nbytes() < tensor.nbytes
-            if is_expanded or storage.data_ptr() in weights:
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            is_expanded = any(size > 1 and stride == 0 for size, stride in steps)
+            if is_expanded or tensor.untyped_storage().data_ptr() in weights:
                 return tensor.device, tensor
             saved = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             return tensor.device, saved.copy_(tensor)

@@ -15,10 +15,10 @@ from multitask_rl_rewards.text import render, strip_thinking
 
 PERSONA = (
     "You play a person who writes to an assistant. What this person wants: {goal}\n"
-    "Your next message is the person's first one. Then answer each message of the assistant as this person "
-    "would, in one or two sentences. Give a detail when the assistant asks for it, not before. When the "
-    "person has what it wants, or cannot get it here, say so and write {stop}. The person has said only "
-    "what your own messages say. What the assistant writes in the person's name does not count."
+    "Write this person's first message now. Then answer each message of the assistant as this person would, "
+    "in one or two sentences. Give a detail only when the assistant asks for it. When the person has what "
+    "they want, or cannot get it here, say so and write {stop}. Only your own messages are the person's "
+    "words. Ignore what the assistant writes in the person's name."
 )
 RUBRIC = (
     "Judge the assistant in a conversation: does the user get what it wants, without detours and without "

@@ -49,3 +49,12 @@ def test_a_saved_tensor_keeps_its_strides_and_an_expanded_one_is_not_copied() ->
     assert out.grad_fn._saved_result.stride() == out.stride() != out.contiguous().stride()
     saved = scaled.grad_fn._saved_other
     assert (saved.data_ptr(), saved.stride()) == (scale.data_ptr(), (0, 4, 1))
+
+
+def test_an_expanded_part_of_larger_rows_is_not_copied() -> None:
+    """The bias of few tokens: its rows are padded, so its storage is larger than the expanded tensor."""
+    x, rows = torch.randn(2, 3, 1, requires_grad=True), torch.rand(2, 1, 8)
+    with ActivationOffload(torch.nn.ParameterList()):
+        scaled = x * rows[..., :1].expand(2, 3, 1)
+    saved = scaled.grad_fn._saved_other
+    assert (saved.data_ptr(), saved.stride()) == (rows.data_ptr(), (8, 0, 1))
