@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from multitask_rl.models.sampling import TokenMask, keep_top, suppress
@@ -25,6 +26,35 @@ from multitask_rl.training.shared_prompt import read_shared
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
+
+
+LOWEST = -1e9
+"""Takes the place of a log-probability of -inf: 0 * -inf is NaN, in the gradient too."""
+
+
+class _Picked(torch.autograd.Function):
+    """Log-probabilities of ``targets`` [N], and of the whole vocabulary [N, V] without gradient.
+
+    The backward pass makes the gradient of ``logits`` [N, V] in one tensor. Those of ``gather`` and
+    ``log_softmax`` make three, and memory traffic is most of the cost of a head besides its products.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs = logits.log_softmax(dim=-1)
+        picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        ctx.save_for_backward(logprobs.clamp_(min=LOWEST), targets)
+        ctx.mark_non_differentiable(logprobs)
+        ctx.set_materialize_grads(False)
+        return picked, logprobs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        logprobs, targets = ctx.saved_tensors
+        factor = gradient.unsqueeze(-1)
+        found = logprobs.exp().mul_(-factor)
+        return found.scatter_add_(-1, targets.unsqueeze(-1), factor), None
 
 
 @dataclass(kw_only=True)
@@ -78,12 +108,14 @@ def forward_tokens(
     ) -> tuple[Tensor, Tensor, Tensor]:
         logits = part if head is None else head(part)
         logits = _before_filter(logits, sampling, sequence, allowed)
-        logprobs = _filtered(logits, sampling, sequence, targets).log_softmax(dim=-1)
-        picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            # masked before the product: 0 * -inf is NaN, in the gradient too
-            finite = logprobs.masked_fill(logprobs == float("-inf"), 0.0)
-            entropy = -(logprobs.exp() * finite).sum(dim=-1)
+        filtered = _filtered(logits, sampling, sequence, targets)
+        if entropy_gradient:
+            logprobs = filtered.log_softmax(dim=-1)
+            entropy = -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(dim=-1)
+            return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy, logits
+        picked, logprobs = _Picked.apply(filtered, targets)
+        with torch.no_grad():
+            entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)
         return picked, entropy, logits
 
     # a head in parts may have no rows between passes
@@ -117,6 +149,7 @@ def _before_filter(
 
     ``sequence`` [N] numbers the sample of each token.
     """
+    is_own = logits.dtype != torch.float32  # a copy, which nothing else reads
     logits = logits.float()
     if mask is not None:
         logits = mask.apply(logits)
@@ -125,7 +158,8 @@ def _before_filter(
         logits = suppress(logits, torch.tensor(ids, device=sequence.device), chosen)
     temperatures = [s.temperature or 1.0 for s in sampling]
     if any(temperature != 1.0 for temperature in temperatures):
-        logits = logits / _of_tokens(temperatures, sequence).unsqueeze(-1)
+        factors = _of_tokens(temperatures, sequence).unsqueeze(-1)
+        logits = logits.div_(factors) if is_own else logits / factors
     return logits
 
 

@@ -131,3 +131,22 @@ def test_a_head_that_is_not_the_last_word_is_not_split_off():
     ]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(RESPONSES[first])[:, None])[:, 0]
     assert torch.allclose(out.logprobs[batch.sequence == 0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sliced", [True, False])
+def test_without_a_gradient_of_the_entropy_the_gradient_is_that_of_log_softmax(sliced, monkeypatch):
+    model = build_model()
+    found = run(model, "bucketed", sliced=sliced, monkeypatch=monkeypatch, entropy_gradient=False)[2]
+    model.zero_grad()
+    weights, loss = torch.linspace(-1, 2, TOKENS), torch.zeros(())
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout="bucketed", pad_token_id=0)
+    for place, i in enumerate(batch.indices):
+        logits = model(torch.tensor([[*PROMPTS[i], *RESPONSES[i]]])).logits[0, len(PROMPTS[i]) - 1 : -1]
+        own = batch.sequence == place
+        logits = logits / SAMPLING[i].temperature
+        logits = forward.keep_top(logits, SAMPLING[i].top_k, SAMPLING[i].top_p, keep=batch.targets[own])
+        loss = loss + torch.distributions.Categorical(logits=logits).log_prob(batch.targets[own]) @ weights[own]
+    loss.backward()
+    scale = max(float(p.grad.abs().max()) for p in model.parameters())
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        assert float((gradient - parameter.grad).abs().max()) <= 1e-5 * scale
