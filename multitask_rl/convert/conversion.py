@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,13 @@ class Conversion:
             self.run[key] = value
         self.note(f"{key} = {value}", *options, differs=differs)
 
+    def carry(
+        self, key: str, option: str, kind: Callable[[Any], Any] | None = None, *, differs: str = ""
+    ) -> None:
+        """Write ``key`` with the value of ``option``, as a ``kind`` (``float``, ``list``) if one is given."""
+        value = self.get(option)
+        self.put(key, value if kind is None else kind(value), option, differs=differs)
+
     def note(self, key: str, *options: str, differs: str = "") -> None:
         """Say that ``options`` became ``key``."""
         self._read.update(options)
@@ -123,6 +130,13 @@ class Conversion:
             except DataError:
                 return None
         return total or None
+
+    def weights_by_rows(self, datasets: Sequence[str]) -> list[float] | None:
+        """Return weights that draw the rows of all data sets alike; None if their rows are not known."""
+        if len(datasets) == 1:
+            return [1.0]
+        counts = [self.count_rows([one]) for one in datasets]
+        return [float(count) for count in counts if count] if all(counts) else None
 
     def put_steps(self, steps: int | None, *options: str) -> None:
         """Write ``max_steps`` from options that count passes or steps, or say that rows are not known."""

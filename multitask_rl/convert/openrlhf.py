@@ -295,19 +295,15 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     probs = [float(p) for p in str(c.get("data.prompt_probs") or "").split(",") if p.strip()]
     if probs and len(probs) != len(sets):
         raise ConfigError(f"{file}: data.prompt_probs has {len(probs)} numbers for {len(sets)} data sets")
-    counts = [c.count_rows([one]) if len(sets) > 1 else 1 for one in sets]
+    weights = probs or c.weights_by_rows(sets)
     for index, one in enumerate(sets):
         own: dict[str, Any] = {"dataset": one.rpartition("@")[2] if "@" in one else one}
         if (split := c.get("data.prompt_split")) != "train":
             own["split"] = split
         if len(sets) > 1:
-            own["weight"] = probs[index] if probs else float((all(counts) and counts[index]) or 1)
+            own["weight"] = weights[index] if weights else 1.0
         c.tasks[task_name(one, c.tasks)] = {**own, "rewards": rewards}
-    told = (
-        ""
-        if len(sets) == 1 or probs or all(counts)
-        else "rows of all sets are drawn alike; give weights by rows"
-    )
+    told = "" if weights else "rows of all sets are drawn alike; give weights by rows"
     c.note("task.dataset", "data.prompt_dataset", "data.prompt_split", differs=told)
     c.note("task.weight", "data.prompt_probs")
     if evaluation := c.get("eval.dataset"):
@@ -350,7 +346,7 @@ def _put_algorithm(c: Conversion) -> None:
             kind = "dapo"
             c.put("task.algorithm_config.overlong_buffer", int(buffer), "reward.overlong_buffer_len")
             factor = "reward.overlong_penalty_factor"
-            c.put("task.algorithm_config.overlong_weight", float(c.get(factor)), factor)
+            c.carry("task.algorithm_config.overlong_weight", factor, float)
         else:
             c.leave("reward.overlong_buffer_len", f"only type dapo has a length penalty, not {kind}")
     c.task = {"type": kind, **c.task}
@@ -362,19 +358,12 @@ def _put_algorithm(c: Conversion) -> None:
     if c.get("algo.advantage.no_std_norm") and kind in ("ppo", "reinforce_pp"):
         c.leave("algo.advantage.no_std_norm", f"type {kind} whitens its advantages")
     if kind == "ppo":
-        c.put("task.algorithm_config.gamma", float(c.get("algo.advantage.gamma")), "algo.advantage.gamma")
-        c.put(
-            "task.algorithm_config.gae_lambda", float(c.get("algo.advantage.lambd")), "algo.advantage.lambd"
-        )
+        c.carry("task.algorithm_config.gamma", "algo.advantage.gamma", float)
+        c.carry("task.algorithm_config.gae_lambda", "algo.advantage.lambd", float)
         told = "the reward is scaled by its running deviation first, so that the unit of values differs"
-        c.put(
-            "task.algorithm_config.value_clip",
-            float(c.get("critic.value_clip")),
-            "critic.value_clip",
-            differs=told,
-        )
+        c.carry("task.algorithm_config.value_clip", "critic.value_clip", float, differs=told)
         c.put("critic.trunk", "separate")
-        c.put("critic.learning_rate", float(c.get("critic.adam.lr")), "critic.adam.lr")
+        c.carry("critic.learning_rate", "critic.adam.lr", float)
         if path := c.get("critic.model_name_or_path"):
             c.put("critic.name_or_path", path, "critic.model_name_or_path")
     elif c.get("algo.advantage.gamma") != 1:
@@ -414,7 +403,7 @@ def _put_kl(c: Conversion) -> None:
         return
     if in_loss:
         free = c.get("algo.kl.unbiased_gradient")
-        c.put("task.kl.coefficient", float(c.get(name)), name)
+        c.carry("task.kl.coefficient", name, float)
         c.put("task.kl.placement", "loss", "algo.kl.use_loss")
         told = "the same gradient in the first update after sampling; OpenRLHF weighs it by the ratio later"
         options = ("algo.kl.estimator", "algo.kl.unbiased_gradient")
@@ -427,7 +416,7 @@ def _put_kl(c: Conversion) -> None:
             "KL of the response is centred in its group"
         )
         told = "the reward is scaled by its running deviation first" if c.task["type"] == "ppo" else told
-        c.put("task.kl.coefficient", float(c.get(name)), name, differs=told)
+        c.carry("task.kl.coefficient", name, float, differs=told)
         c.put("task.kl.placement", "reward", "algo.kl.use_loss")
         if (estimate := c.get("algo.kl.estimator")) != "k1":
             c.leave("algo.kl.estimator", f"{estimate!r}: the KL in the reward is k1")
@@ -484,12 +473,12 @@ def _put_run(c: Conversion) -> None:
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[c.get("ds.param_dtype")]
     c.put("model.dtype", dtype, "ds.param_dtype")
     option = "actor.gradient_checkpointing_enable"
-    c.put("model.gradient_checkpointing", bool(c.get(option)), option)
+    c.carry("model.gradient_checkpointing", option, bool)
     c.leave("ds.attn_implementation", "model.attn_implementation=auto: kernels that share a group's prompt")
     if rank := c.get("ds.lora.rank"):
         c.put("model.lora.rank", rank, "ds.lora.rank")
-        c.put("model.lora.alpha", float(c.get("ds.lora.alpha")), "ds.lora.alpha")
-        c.put("model.lora.dropout", float(c.get("ds.lora.dropout")), "ds.lora.dropout")
+        c.carry("model.lora.alpha", "ds.lora.alpha", float)
+        c.carry("model.lora.dropout", "ds.lora.dropout", float)
         if names := c.get("ds.lora.target_modules"):
             text = names if isinstance(names, str) else ",".join(names)
             c.put("model.lora.target_modules", text, "ds.lora.target_modules")
@@ -501,26 +490,26 @@ def _put_run(c: Conversion) -> None:
     else:
         c.put("rollout.max_new_tokens", most, "rollout.max_new_tokens")
         c.put("rollout.max_prompt_tokens", max(1, whole - most), "data.max_len")
-    c.put("rollout.temperature", float(c.get("rollout.temperature")), "rollout.temperature")
-    c.put("rollout.top_p", float(c.get("rollout.top_p")), "rollout.top_p")
+    c.carry("rollout.temperature", "rollout.temperature", float)
+    c.carry("rollout.top_p", "rollout.top_p", float)
     if c.get("vllm.num_engines"):
         c.put("rollout.engine", "vllm", "vllm.num_engines")
         for name in ("gpu_memory_utilization", "tensor_parallel_size"):
-            c.put(f"rollout.engine_config.{name}", c.get(f"vllm.{name}"), f"vllm.{name}")
-    c.put("optimizer.learning_rate", float(c.get("actor.adam.lr")), "actor.adam.lr")
-    c.put("optimizer.betas", list(c.get("actor.adam.betas")), "actor.adam.betas")
-    c.put("optimizer.adam_eps", float(c.get("actor.adam.eps")), "actor.adam.eps")
-    c.put("optimizer.weight_decay", float(c.get("actor.adam.weight_decay")), "actor.adam.weight_decay")
-    c.put("optimizer.max_grad_norm", float(c.get("actor.max_norm")), "actor.max_norm")
+            c.carry(f"rollout.engine_config.{name}", f"vllm.{name}")
+    c.carry("optimizer.learning_rate", "actor.adam.lr", float)
+    c.carry("optimizer.betas", "actor.adam.betas", list)
+    c.carry("optimizer.adam_eps", "actor.adam.eps", float)
+    c.carry("optimizer.weight_decay", "actor.adam.weight_decay", float)
+    c.carry("optimizer.max_grad_norm", "actor.max_norm", float)
     if c.get("ds.adam_offload"):
         c.put("optimizer.moments", "host", "ds.adam_offload")
     if c.get("actor.optim") != "adam":
         c.leave("actor.optim", f"{c.get('actor.optim')!r}: the optimizer is AdamW")
-    c.put("seed", c.get("train.seed"), "train.seed")
+    c.carry("seed", "train.seed")
     c.put("eval.every", max(0, c.get("eval.steps")), "eval.steps")
-    c.put("eval.temperature", float(c.get("eval.temperature")), "eval.temperature")
-    c.put("task.eval_samples", c.get("eval.n_samples_per_prompt"), "eval.n_samples_per_prompt")
+    c.carry("eval.temperature", "eval.temperature", float)
+    c.carry("task.eval_samples", "eval.n_samples_per_prompt")
     c.put("checkpoint.every", max(0, c.get("ckpt.save_steps")), "ckpt.save_steps")
-    c.put("checkpoint.keep", c.get("ckpt.max_num"), "ckpt.max_num")
-    c.put("output_dir", c.get("ckpt.output_dir"), "ckpt.output_dir")
+    c.carry("checkpoint.keep", "ckpt.max_num")
+    c.carry("output_dir", "ckpt.output_dir")
     c.put("guard.enabled", False)

@@ -392,7 +392,7 @@ def _put_run(c: Conversion, script: Script) -> None:
     c.put("model.autocast", bool(mixed) and dtype == "float32", "bf16")
     if attention := init.get("attn_implementation", c.get("attn_implementation")):
         c.put("model.attn_implementation", attention, "attn_implementation")
-    c.put("model.gradient_checkpointing", c.get("gradient_checkpointing"), "gradient_checkpointing")
+    c.carry("model.gradient_checkpointing", "gradient_checkpointing")
     if c.get("trust_remote_code"):
         c.put("model.trust_remote_code", True, "trust_remote_code")
     peft = {key.partition(".")[2]: value for key, value in c.given.items() if key.startswith("peft_config.")}
@@ -407,21 +407,21 @@ def _put_run(c: Conversion, script: Script) -> None:
         modules = f"{'peft_config.' if peft else 'lora_'}target_modules"
         if names := c.get(modules):
             c.put("model.lora.target_modules", names if isinstance(names, str) else ",".join(names), modules)
-    c.put("rollout.max_new_tokens", c.get("max_completion_length"), "max_completion_length")
+    c.carry("rollout.max_new_tokens", "max_completion_length")
     c.put("rollout.max_prompt_tokens", 0)
-    c.put("rollout.temperature", float(c.get("temperature")), "temperature")
-    c.put("eval.temperature", float(c.get("temperature")), "temperature")
-    c.put("rollout.top_p", float(c.get("top_p")), "top_p")
+    c.carry("rollout.temperature", "temperature", float)
+    c.carry("eval.temperature", "temperature", float)
+    c.carry("rollout.top_p", "top_p", float)
     c.put("rollout.top_k", max(0, c.get("top_k") or 0), "top_k")
     if c.get("use_vllm"):
         c.put("rollout.engine", "vllm", "use_vllm")
         for name in ("gpu_memory_utilization", "tensor_parallel_size"):
-            c.put(f"rollout.engine_config.{name}", c.get(f"vllm_{name}"), f"vllm_{name}")
-    c.put("optimizer.learning_rate", float(c.get("learning_rate")), "learning_rate")
+            c.carry(f"rollout.engine_config.{name}", f"vllm_{name}")
+    c.carry("optimizer.learning_rate", "learning_rate", float)
     c.put("optimizer.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2")
-    c.put("optimizer.adam_eps", float(c.get("adam_epsilon")), "adam_epsilon")
-    c.put("optimizer.weight_decay", float(c.get("weight_decay")), "weight_decay")
-    c.put("optimizer.max_grad_norm", float(c.get("max_grad_norm")), "max_grad_norm")
+    c.carry("optimizer.adam_eps", "adam_epsilon", float)
+    c.carry("optimizer.weight_decay", "weight_decay", float)
+    c.carry("optimizer.max_grad_norm", "max_grad_norm", float)
     if not str(c.get("optim")).startswith("adamw"):
         c.leave("optim", f"{c.get('optim')!r}: the optimizer is AdamW")
     if c.get("sync_ref_model"):
@@ -433,7 +433,7 @@ def _put_run(c: Conversion, script: Script) -> None:
         else:
             for option in options:
                 c.leave(option, f"the reference moves after every step here, not after {every} updates")
-    c.put("seed", c.get("seed"), "seed")
+    c.carry("seed", "seed")
     if output := c.get("output_dir"):
         c.put("output_dir", output, "output_dir")
     if keep := c.get("save_total_limit"):

@@ -224,18 +224,16 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         told = "one logit of a classification model; verl may ask a generating one"
         rewards.append({"plugin": "rm_hf", "config": {"model_name": model}})
         c.note("task.rewards", "reward.reward_model.enable", "reward.reward_model.model_path", differs=told)
-    counts = [c.count_rows([one]) if len(files) > 1 else 1 for one in files]
+    weights = c.weights_by_rows(files)
     for index, one in enumerate(files):
         own: dict[str, Any] = {"dataset": one}
         if len(held_out) == len(files):
             own["eval_dataset"] = held_out[index]
         if len(files) > 1:
-            own["weight"] = float((all(counts) and counts[index]) or 1)
+            own["weight"] = weights[index] if weights else 1.0
         name = task_name(str(Path(one).parent.name if Path(one).stem == "train" else one), c.tasks)
         c.tasks[name] = {**own, "rewards": rewards}
-    told = (
-        "" if len(files) == 1 or all(counts) else "verl draws rows of all files alike; give weights by rows"
-    )
+    told = "" if weights else "verl draws rows of all files alike; give weights by rows"
     c.note("task.dataset", "data.train_files", differs=told)
     if len(held_out) == len(files):
         c.note("task.eval_dataset", "data.val_files")
@@ -279,24 +277,20 @@ def _put_algorithm(c: Conversion) -> None:
             c.leave("algorithm.gamma", "rewards of reinforce_pp are not discounted")
     elif kind == "ppo":
         told = "the reward is scaled by its running deviation first, so that the unit of values differs"
-        c.put("task.algorithm_config.gamma", float(c.get("algorithm.gamma")), "algorithm.gamma")
-        c.put("task.algorithm_config.gae_lambda", float(c.get("algorithm.lam")), "algorithm.lam")
+        c.carry("task.algorithm_config.gamma", "algorithm.gamma", float)
+        c.carry("task.algorithm_config.gae_lambda", "algorithm.lam", float)
         clip = "critic.cliprange_value"
-        c.put("task.algorithm_config.value_clip", float(c.get(clip)), clip, differs=told)
+        c.carry("task.algorithm_config.value_clip", clip, float, differs=told)
         c.put("critic.trunk", "separate")
-        c.put("critic.learning_rate", float(c.get("critic.optim.lr")), "critic.optim.lr")
+        c.carry("critic.learning_rate", "critic.optim.lr", float)
         if path := c.get("critic.model.path"):
             c.put("critic.name_or_path", path, "critic.model.path")
-    for key, option in (("clip_low", "clip_ratio_low"), ("clip_high", "clip_ratio_high")):
-        c.put(f"task.algorithm_config.{key}", float(c.get(f"{_A}.{option}")), f"{_A}.{option}")
+    c.carry("task.algorithm_config.clip_low", f"{_A}.clip_ratio_low", float)
+    c.carry("task.algorithm_config.clip_high", f"{_A}.clip_ratio_high", float)
     dual = 0.0 if kind in ("gspo", "cispo") else float(c.get(f"{_A}.clip_ratio_c"))
     c.put("task.algorithm_config.dual_clip", dual, f"{_A}.clip_ratio_c")
     _put_aggregation(c)
-    c.put(
-        "task.algorithm_config.entropy_coefficient",
-        float(c.get(f"{_A}.entropy_coeff")),
-        f"{_A}.entropy_coeff",
-    )
+    c.carry("task.algorithm_config.entropy_coefficient", f"{_A}.entropy_coeff", float)
     correction = "algorithm.rollout_correction"
     if c.get(f"{correction}.rollout_is") == "token":
         cap = f"{correction}.rollout_is_threshold"
@@ -359,11 +353,11 @@ def _put_kl(c: Conversion) -> None:
 def _put_batch(c: Conversion) -> None:
     prompts, mini = c.get("data.train_batch_size"), c.get(f"{_A}.ppo_mini_batch_size")
     c.put("batch.prompts_per_step", prompts, "data.train_batch_size")
-    c.put("batch.group_size", c.get(f"{_R}.n"), f"{_R}.n")
+    c.carry("batch.group_size", f"{_R}.n")
     told = "" if prompts % mini == 0 else "verl's last mini-batch is smaller, here all are equal"
     name = f"{_A}.ppo_mini_batch_size"
     c.put("batch.num_minibatches", max(1, math.ceil(prompts / mini)), name, differs=told)
-    c.put("batch.num_epochs", c.get(f"{_A}.ppo_epochs"), f"{_A}.ppo_epochs")
+    c.carry("batch.num_epochs", f"{_A}.ppo_epochs")
     if c.get("algorithm.filter_groups.enable"):
         rounds = c.get("algorithm.filter_groups.max_num_gen_batches")
         told = "verl samples again until the batch is full; here at most so many rounds, then it trains"
@@ -385,15 +379,15 @@ def _put_run(c: Conversion) -> None:
         c.put("model.name_or_path", path, f"{_M}.path")
     c.put("model.dtype", "bfloat16")
     name = f"{_M}.enable_gradient_checkpointing"
-    c.put("model.gradient_checkpointing", c.get(name), name)
+    c.carry("model.gradient_checkpointing", name)
     if c.get(f"{_M}.trust_remote_code"):
         c.put("model.trust_remote_code", True, f"{_M}.trust_remote_code")
     if rank := c.get(f"{_M}.lora_rank"):
         c.put("model.lora.rank", rank, f"{_M}.lora_rank")
-        c.put("model.lora.alpha", float(c.get(f"{_M}.lora_alpha")), f"{_M}.lora_alpha")
+        c.carry("model.lora.alpha", f"{_M}.lora_alpha", float)
         if isinstance(names := c.get(f"{_M}.target_modules"), str):
             c.put("model.lora.target_modules", names, f"{_M}.target_modules")
-    c.put("rollout.max_new_tokens", c.get("data.max_response_length"), "data.max_response_length")
+    c.carry("rollout.max_new_tokens", "data.max_response_length")
     told = (
         ""
         if c.get("data.filter_overlong_prompts")
@@ -401,28 +395,25 @@ def _put_run(c: Conversion) -> None:
     )
     options = ("data.max_prompt_length", "data.filter_overlong_prompts", "data.truncation")
     c.put("rollout.max_prompt_tokens", c.get("data.max_prompt_length"), *options, differs=told)
-    for key, option in (("temperature", "temperature"), ("top_p", "top_p")):
-        c.put(f"rollout.{key}", float(c.get(f"{_R}.{option}")), f"{_R}.{option}")
+    c.carry("rollout.temperature", f"{_R}.temperature", float)
+    c.carry("rollout.top_p", f"{_R}.top_p", float)
     c.put("rollout.top_k", max(0, c.get(f"{_R}.top_k")), f"{_R}.top_k")
     if c.get(f"{_R}.name") == "vllm":
         c.put("rollout.engine", "vllm", f"{_R}.name")
-        for key, option in (
-            ("gpu_memory_utilization", "gpu_memory_utilization"),
-            ("tensor_parallel_size", "tensor_model_parallel_size"),
-        ):
-            c.put(f"rollout.engine_config.{key}", c.get(f"{_R}.{option}"), f"{_R}.{option}")
+        c.carry("rollout.engine_config.gpu_memory_utilization", f"{_R}.gpu_memory_utilization")
+        c.carry("rollout.engine_config.tensor_parallel_size", f"{_R}.tensor_model_parallel_size")
     else:
         c.leave(f"{_R}.name", f"{c.get(f'{_R}.name')!r}: the engines are hf and vllm; hf is written")
         c.put("rollout.engine", "hf")
     greedy = not c.get(f"{_R}.val_kwargs.do_sample")
     heat = f"{_R}.val_kwargs.temperature"
     c.put("eval.temperature", 0.0 if greedy else float(c.get(heat)), heat, f"{_R}.val_kwargs.do_sample")
-    c.put("task.eval_samples", c.get(f"{_R}.val_kwargs.n"), f"{_R}.val_kwargs.n")
-    c.put("optimizer.learning_rate", float(c.get(f"{_O}.lr")), f"{_O}.lr")
-    c.put("optimizer.betas", list(c.get(f"{_O}.betas")), f"{_O}.betas")
-    c.put("optimizer.weight_decay", float(c.get(f"{_O}.weight_decay")), f"{_O}.weight_decay")
+    c.carry("task.eval_samples", f"{_R}.val_kwargs.n")
+    c.carry("optimizer.learning_rate", f"{_O}.lr", float)
+    c.carry("optimizer.betas", f"{_O}.betas", list)
+    c.carry("optimizer.weight_decay", f"{_O}.weight_decay", float)
     clip = f"{_O}.clip_grad" if f"{_O}.clip_grad" in c.given else f"{_A}.grad_clip"
-    c.put("optimizer.max_grad_norm", float(c.get(clip)), clip)
+    c.carry("optimizer.max_grad_norm", clip, float)
     if c.get(name := f"{_A}.fsdp_config.optimizer_offload"):
         c.put("optimizer.moments", "host", name)
     schedule, lowest = c.get(f"{_O}.lr_scheduler_type"), c.get(f"{_O}.min_lr_ratio")
