@@ -96,6 +96,16 @@ def entry_of(row: Row) -> dict[str, Any]:
     return entry
 
 
+def answer_in(text: str, tag: str) -> str:
+    """Return the content of the last ``<tag>...</tag>``; ``text`` if it has none, or ``tag`` is empty."""
+    if tag:  # no regular expression: the text may be hostile
+        start = text.rfind(f"<{tag}>")
+        end = text.find(f"</{tag}>", start)
+        if 0 <= start < end:
+            return text[start + len(tag) + 2 : end]
+    return text
+
+
 def score_of(generator: Any, answer: str, entry: Mapping[str, Any]) -> float:
     """Return the verifier's score of ``answer``; 0 if the verifier raises, as some do for unreadable answers.
 

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from multitask_rl.data.reasoning_gym import create_generator, entry_of, score_of
+from multitask_rl.data.reasoning_gym import answer_in, create_generator, entry_of, score_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
 from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
@@ -459,12 +459,8 @@ class ReasoningGymWorld(World):
 
     def step(self, message: Message) -> StepResult:
         """Score an answer."""
-        text, tag = str(message["content"]), self.config.answer_tag
-        if tag:  # no regular expression: the text may be hostile
-            start = text.rfind(f"<{tag}>")
-            end = text.find(f"</{tag}>", start)
-            text = text[start + len(tag) + 2 : end] if 0 <= start < end else text
-        score = score_of(self._dataset, text, self._entry)
+        answer = answer_in(str(message["content"]), self.config.answer_tag)
+        score = score_of(self._dataset, answer, self._entry)
         self._scores.append(score)
         if score >= 1.0 or len(self._scores) == self.config.tries:
             return StepResult(done=True, info={"tries": len(self._scores)})

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.data.reasoning_gym import create_generator, entry_of, score_of
+from multitask_rl.data.reasoning_gym import answer_in, create_generator, entry_of, score_of
 from multitask_rl.errors import DataError, PluginError, import_extra
 from multitask_rl.plugins import REWARDS, Located, locate
 from multitask_rl.records import Rollout
@@ -281,12 +281,7 @@ class ReasoningGymReward(ForeignReward):
         self._dataset = create_generator(self.target, {"size": 1, "seed": 0, **config.dataset}, self.where)
 
     def _one(self, rollout: Rollout) -> float:
-        answer, tag = rollout.response, self.config.answer_tag
-        if tag:  # no regular expression: the text may be hostile
-            start = answer.rfind(f"<{tag}>")
-            end = answer.find(f"</{tag}>", start)
-            if start >= 0 and end >= 0:
-                answer = answer[start + len(tag) + 2 : end]
+        answer = answer_in(rollout.response, self.config.answer_tag)
         return score_of(self._dataset, answer, entry_of(rollout.row))
 
 
