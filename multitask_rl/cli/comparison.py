@@ -33,7 +33,6 @@ from multitask_rl.config.run import RunConfig, dotted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
-from multitask_rl.records import Direction
 from multitask_rl.report.comparison_page import render_comparison_page
 from multitask_rl.report.differences import IGNORED, Pair, are_alike, difference_rows, share_prompts
 from multitask_rl.statistics.seeds import mean_of_arm
@@ -132,6 +131,10 @@ class Arm:
         """Tasks that a run of the arm has evaluated."""
         return list(dict.fromkeys(task for run in self.runs for task in run.evaluations))
 
+    def runs_with(self, task: str) -> list[RunRecord]:
+        """Return the runs that have evaluated ``task``."""
+        return [run for run in self.runs if task in run.evaluations]
+
     def evaluations(self, task: str, step: int | None) -> list[Evaluation]:
         """Return the evaluation of each run that has the task, at ``step`` (None = its last).
 
@@ -139,7 +142,7 @@ class Arm:
             ConfigError: a run has none at this step.
         """
         chosen = []
-        for run in (run for run in self.runs if task in run.evaluations):
+        for run in self.runs_with(task):
             found = [e for e in run.evaluations[task] if step in (None, e.step)]
             if not found:
                 steps = ", ".join(str(evaluation.step) for evaluation in run.evaluations[task])
@@ -149,10 +152,9 @@ class Arm:
 
     def is_crossed(self, task: str, chosen: Sequence[Evaluation]) -> bool:
         """Whether all runs were evaluated on the same prompts."""
-        runs = [run for run in self.runs if task in run.evaluations]
-        first = runs[0], chosen[0]
+        runs = self.runs_with(task)
         return all(
-            share_prompts(first[0], run, first[1], own) for run, own in zip(runs[1:], chosen[1:], strict=True)
+            share_prompts(runs[0], run, chosen[0], own) for run, own in zip(runs[1:], chosen[1:], strict=True)
         )
 
 
@@ -359,7 +361,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
     for index, other in enumerate(others):
         apart: list[str] = []
         for task in (task for task in base.tasks if task in other.tasks):
-            pair = _pair(base, other, task, step)
+            pair = _pair(task, base, base.evaluations(task, step), other, other.evaluations(task, step))
             first, second = pair.first[0], pair.second[0]
             if not are_alike(*pair.first, *pair.second):
                 if first.metric != second.metric:
@@ -465,7 +467,7 @@ def costs(
 
 
 def _is_as_good(evaluation: Evaluation, level: float) -> bool:
-    sign = -1.0 if evaluation.direction is Direction.lower else 1.0
+    sign = evaluation.direction.sign
     return sign * evaluation.mean >= sign * level
 
 
@@ -473,16 +475,19 @@ def _mean_costs(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {key: sum(own[key] for own in found) / len(found) if found else math.nan for key in COSTS}
 
 
-def _pair(base: Arm, other: Arm, task: str, step: int | None) -> Pair:
-    first, second = base.evaluations(task, step), other.evaluations(task, step)
+def _pair(
+    task: str, base: Arm, first: Sequence[Evaluation], other: Arm, second: Sequence[Evaluation]
+) -> Pair:
+    """Return evaluations of ``task`` as a pair: of two arms, or of one arm at two times."""
     crossed = base.is_crossed(task, first) and other.is_crossed(task, second)
-    one, two = (next(run for run in arm.runs if task in run.evaluations) for arm in (base, other))
-    seeds = [[run.config.get("seed") for run in arm.runs if task in run.evaluations] for arm in (base, other)]
+    runs = base.runs_with(task), other.runs_with(task)
+    seeds = [[run.config.get("seed") for run in own] for own in runs]
+    have_same_seeds = base is other or (seeds[0] == seeds[1] and None not in seeds[0])
     return Pair(
         first,
         second,
-        paired=crossed and share_prompts(one, two, first[0], second[0]),
-        paired_seeds=len(first) > 1 and seeds[0] == seeds[1] and None not in seeds[0],
+        paired=crossed and share_prompts(runs[0][0], runs[1][0], first[0], second[0]),
+        paired_seeds=len(first) > 1 and have_same_seeds,
         crossed=crossed,
     )
 
@@ -499,13 +504,9 @@ def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[
     for arm, (name,) in zip(arms, trained, strict=True):
         for task in arm.tasks:
             last = arm.evaluations(task, step)
-            first = [run.evaluations[task][0] for run in arm.runs if task in run.evaluations]
-            if not all(map(are_alike, first, last)):
-                continue
-            run = next(run for run in arm.runs if task in run.evaluations)
-            crossed = arm.is_crossed(task, first) and arm.is_crossed(task, last)
-            paired = crossed and share_prompts(run, run, first[0], last[0])
-            pairs[name, task] = Pair(first, last, paired=paired, paired_seeds=len(first) > 1, crossed=crossed)
+            first = [run.evaluations[task][0] for run in arm.runs_with(task)]
+            if all(map(are_alike, first, last)):
+                pairs[name, task] = _pair(task, arm, first, arm, last)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (name, task), row in difference_rows(pairs).items():
         found.setdefault(name, {})[task] = row
@@ -537,9 +538,7 @@ def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
     points = []
     for arm in arms:
         chosen = [arm.evaluations(task, step) for task in tasks]
-        signs = [-1.0 if own[0].direction is Direction.lower else 1.0 for own in chosen]
-        means = [math.fsum(e.mean for e in own) / len(own) for own in chosen]
-        points.append([sign * mean for sign, mean in zip(signs, means, strict=True)])
+        points.append([own[0].direction.sign * math.fsum(e.mean for e in own) / len(own) for own in chosen])
     return {
         arm.name: [
             other.name

@@ -15,7 +15,7 @@ from typing import Any
 from multitask_rl.records import Direction
 from multitask_rl.report.differences import are_alike
 from multitask_rl.report.samples import clipped, deflated
-from multitask_rl.report.shell import render_shell
+from multitask_rl.report.shell import render_shell, rounded
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.jsonl import load_line
 from multitask_rl.tracking.reading import Evaluation, RunRecord
@@ -137,11 +137,11 @@ def _held_out(
                 half = 1.96 * evaluations[0].error
                 ends = ends[0], ends[0] - half, ends[0] + half
             for key, value in zip(("y", "low", "high"), ends, strict=True):
-                curve[key].append(_rounded(value))
+                curve[key].append(rounded(value))
         spent_at = [[until(step) for _, until in at[step]] for step in curve["steps"]]
         for cost in COSTS[1:]:
             curve["spent"][cost] = [
-                _rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at
+                rounded(math.fsum(own[cost] for own in runs_of) / len(runs_of)) for runs_of in spent_at
             ]
         found.append(curve)
     return {"task": task, "metric": present.metric, "arms": found}
@@ -165,10 +165,10 @@ def _rewards(
             for step, value in run.items():
                 blocks[(step - 1) // width][index].append(value)
         means = [[math.fsum(values) / len(values) for values in block if values] for block in blocks]
-        line = {"name": arm["name"], "y": [_rounded(math.fsum(m) / len(m)) if m else None for m in means]}
+        line = {"name": arm["name"], "y": [rounded(math.fsum(m) / len(m)) if m else None for m in means]}
         if len(runs) > 1:
             line["low"], line["high"] = (
-                [_rounded(end(m)) if m else None for m in means] for end in (min, max)
+                [rounded(end(m)) if m else None for m in means] for end in (min, max)
             )
         lines.append(line)
     note = "mean reward of the step's slots" + (f"; blocks of {width} steps" if width > 1 else "")
@@ -237,7 +237,7 @@ def _side_by_side(runs: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
                     reference if isinstance(reference, str) else json.dumps(reference), 2_000
                 ),
                 "step": max(answer["step"] for own_answers in answers for answer in own_answers),
-                "apart": _rounded((max(rewards) - min(rewards)) / 2) if len(rewards) > 1 else None,
+                "apart": rounded((max(rewards) - min(rewards)) / 2) if len(rewards) > 1 else None,
                 "answers": answers,
             }
         )
@@ -270,11 +270,7 @@ def _answer(line: Mapping[str, Any]) -> dict[str, Any]:
         "cut": line.get("finish_reason") == "length",
     }
     return {
-        "reward": _rounded(float(reward)) if isinstance(reward, int | float) else None,
+        "reward": rounded(float(reward)) if isinstance(reward, int | float) else None,
         "marks": [name for name, is_so in marks.items() if is_so],
         "response": clipped(str(line.get("response", "")), _MOST_CHARACTERS),
     }
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None

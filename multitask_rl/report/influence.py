@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from multitask_rl.records import Direction
 from multitask_rl.report.differences import measure_the_same, share_prompts
 from multitask_rl.statistics.intervals import NOT_TOLD_APART, compare_means, holm, student_tails
 from multitask_rl.tracking.reading import Evaluation, RunRecord
@@ -121,7 +120,7 @@ def _effects(
         fitted, *_ = np.linalg.lstsq(x, y, rcond=None)
         error = np.sqrt(((y - x @ fitted) ** 2).sum() / degrees * np.diag(np.linalg.inv(x.T @ x)))
         half = error * float(special.stdtrit(degrees, 0.975))
-        is_better = 1.0 if run.evaluations[task][-1].direction is not Direction.lower else -1.0
+        is_better = run.evaluations[task][-1].direction.sign
         for at, name in enumerate(trained):
             effect, width = float(fitted[at]), float(half[at])
             p_value = student_tails(effect / float(error[at]), degrees) if error[at] > 0 else math.nan
@@ -165,9 +164,9 @@ def turnover(run: RunRecord) -> dict[str, dict[str, Any]]:
         ]
         if not isinstance(at, int | float) and not {value for pair in pairs for value in pair} <= {0.0, 1.0}:
             continue
-        sign = -1.0 if last.direction is Direction.lower else 1.0
+        sign = last.direction.sign
         # as ``pass@k`` does it: a sum of weighted rewards may lack the last digit
-        least = sign * (float(at) if isinstance(at, int | float) else max(0.0, sign)) - 1e-9
+        least = sign * (float(at) if isinstance(at, int | float) else max(0, sign)) - 1e-9
         solved = [(sign * a >= least, sign * b >= least) for a, b in pairs]
         number = len(solved)
         if number:

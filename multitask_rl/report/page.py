@@ -16,7 +16,7 @@ import yaml
 from multitask_rl.boundary.printable import duration
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.samples import CHUNK, Samples, deflated
-from multitask_rl.report.shell import render_shell
+from multitask_rl.report.shell import render_shell, rounded
 from multitask_rl.report.summary import summarise_run
 from multitask_rl.tracking.base import ALARM_KINDS, Trackers
 from multitask_rl.tracking.jsonl import RECORDS
@@ -287,7 +287,7 @@ def _held_out(run: RunRecord) -> list[dict[str, Any]]:
         sides = {"y": 0, "low": -1, "high": 1}
         ends = {
             side: [
-                _rounded(own[step][0] + (sign * own[step][1] if sign else 0)) if step in own else None
+                rounded(own[step][0] + (sign * own[step][1] if sign else 0)) if step in own else None
                 for step in steps
             ]
             for side, sign in sides.items()
@@ -334,7 +334,7 @@ def _curves(
     lines = []
     for name, key in names.items():
         found = [[rows[step][key] for step in block if key in rows[step]] for block in blocks]
-        lines.append({"name": name, "y": [_rounded(statistics.fmean(own)) if own else None for own in found]})
+        lines.append({"name": name, "y": [rounded(statistics.fmean(own)) if own else None for own in found]})
     if stride > 1:
         note += f"{'; ' if note else ''}each point is the mean of {stride} steps"
     chart = _chart(metric.replace("/", "-"), section, title, note, [block[-1] for block in blocks], lines)
@@ -349,7 +349,7 @@ def _gradients(rows: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
         for name, value in row.items():
             found.setdefault(name, []).append(value)
     norms = {
-        name.split("/")[1]: _rounded(statistics.fmean(values))
+        name.split("/")[1]: rounded(statistics.fmean(values))
         for name, values in found.items()
         if name.startswith("task/") and name.endswith("/grad_norm")
     }
@@ -358,7 +358,7 @@ def _gradients(rows: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
         if name.startswith("task/") and "/cosine/" in name:
             _, task, _, other = name.split("/", 3)
             error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-            cosines.setdefault(task, {})[other] = [_rounded(statistics.fmean(values)), _rounded(error)]
+            cosines.setdefault(task, {})[other] = [rounded(statistics.fmean(values)), rounded(error)]
     return {"steps": len(compared), "norms": norms, "cosines": cosines}
 
 
@@ -375,7 +375,7 @@ def _limits(run: RunRecord) -> list[dict[str, Any]]:
             lines = [
                 {
                     "name": title,
-                    "y": [_rounded(evaluation.metrics.get(prefix + metric)) for evaluation in own],
+                    "y": [rounded(evaluation.metrics.get(prefix + metric)) for evaluation in own],
                     "dashed": title == "limit",
                 }
                 for title, metric in kept.items()
@@ -391,7 +391,3 @@ def _chart(
     name: str, section: str, title: str, note: str, steps: Sequence[int], lines: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     return {"id": name, "section": section, "title": title, "note": note, "x": steps, "lines": lines}
-
-
-def _rounded(value: float | None) -> float | None:
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
@@ -45,6 +46,11 @@ def render_shell(title: str, script: str, data: Mapping[str, Any] | None) -> str
         before, _, page = page.partition(mark)
         pieces += [before, parts[mark]]
     return "".join([*pieces, page])
+
+
+def rounded(value: float | None) -> float | None:
+    """Return a number with the digits that a page shows; None for one that is not finite."""
+    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
 
 
 def _read(name: str) -> str:
