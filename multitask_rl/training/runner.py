@@ -186,6 +186,17 @@ class ModelRunner:
         missing = self.passes.most(len(batches)) - len(batches)
         return batches + [self._idle() for _ in range(missing)]
 
+    def _as_one(
+        self, indices: list[int], samples: Sequence[TrainSample], *, for_reference: bool = False
+    ) -> MicroBatch:
+        """Return the samples ``indices``, in their order, as one micro-batch on the actor's device."""
+        return make_microbatch(
+            indices,
+            *_rows(samples, for_reference=for_reference),
+            layout="packed" if self._config.batch.layout == "packed" else "bucketed",
+            pad_token_id=self.actor.pad_token_id,
+        ).to(self.actor.device)
+
     def _idle(self) -> MicroBatch:
         (batch,) = self._cut([[0]], [[0]])
         return replace(batch, indices=[])
@@ -263,12 +274,7 @@ class ModelRunner:
         A teacher of ``task`` takes the place of the reference. ``logits`` [N, V] are those of the policy at
         all response tokens, after temperature and before top-k and top-p.
         """
-        batch = make_microbatch(
-            list(range(len(samples))),
-            *_rows(samples, for_reference=True),
-            layout="packed" if self._config.batch.layout == "packed" else "bucketed",
-            pad_token_id=self.actor.pad_token_id,
-        ).to(logits.device)
+        batch = self._as_one(list(range(len(samples))), samples, for_reference=True)
         model = self.teachers.get(task, self.reference)
         with torch.no_grad(), self.actor.reference_policy(model) as reference, self._autocast():
             logits_ref = self._forward(reference, batch, samples, want_logits=True).logits
@@ -298,12 +304,7 @@ class ModelRunner:
             parts[-1].append(index)
             used += size
         for part in parts:
-            batch = make_microbatch(
-                part,
-                *_rows(samples),
-                layout="packed" if self._config.batch.layout == "packed" else "bucketed",
-                pad_token_id=self.actor.pad_token_id,
-            ).to(self.actor.device)
+            batch = self._as_one(part, samples)
             with self._autocast():
                 out = self._forward(self.actor.model, batch, samples, want_logits=with_kl)
             scatter(logprobs, batch, out.logprobs)

@@ -196,19 +196,14 @@ class ZeroShards(Shards):
         named = dict(actor.model.named_parameters())
         self.names, self.parameters = list(named), list(named.values())
         self.shapes = {p: p.shape for p in self.parameters}
-        self._met: set[str] = set()
+        self._met = set()
+        self._kept = []
         self.trained = [p for p in self.parameters if p.requires_grad]
         rule = config.optimizer
         options: Any = {"eps": rule.adam_eps, "weight_decay": rule.weight_decay, "fused": True}
         adamw = torch.optim.AdamW(self.trained, rule.learning_rate, (rule.betas[0], rule.betas[1]), **options)
         self.engine = self.hold(actor.model, adamw)
-
-        def note(met: set[str], name: str, _parameter: Tensor) -> None:
-            met.add(name)
-
-        for name, parameter in named.items():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(note, self._met, name))
+        self._note_gradients(named)
 
     def hold(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         """Return DeepSpeed's engine of ``model``, which trains it with ``optimizer``, if any."""
@@ -252,10 +247,7 @@ class ZeroShards(Shards):
         Raises:
             TrainingError: a weight got no gradient in any rank.
         """
-        met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
-        self._ranks.sum(met)
-        self._met.clear()
-        found = zip(self.names, self.parameters, met.tolist(), strict=True)
+        found = zip(self.names, self.parameters, self._count_met(), strict=True)
         missing = [name for name, parameter, number in found if parameter.requires_grad and not number]
         if missing:
             raise TrainingError(
@@ -280,35 +272,20 @@ class ZeroShards(Shards):
         with self._whole(parameter):
             return parameter.detach().clone() if self._ranks.rank == 0 else torch.empty(0)
 
-    @torch.no_grad()
-    def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
+    def shape(self, number: int) -> list[int]:
         """See ``Shards``."""
-        for place, number in enumerate(numbers):
-            parameter = self.parameters[number]
-            whole = parameter.new_empty(self.shapes[parameter])
-            if wholes is not None:
-                whole.copy_(wholes[place])
-            self._ranks.broadcast([whole])
-            with self._whole(parameter, changed_at=0):
-                parameter.copy_(whole)
-            if parameter.requires_grad:
-                self.utils.safe_set_full_fp32_param(parameter, whole.float())
+        return list(self.shapes[self.parameters[number]])
+
+    def _set(self, number: int, whole: Tensor) -> None:
+        parameter = self.parameters[number]
+        with self._whole(parameter, changed_at=0):
+            parameter.copy_(whole)
+        if parameter.requires_grad:
+            self.utils.safe_set_full_fp32_param(parameter, whole.float())
 
     def _held(self) -> list[Tensor]:
         parts = [p.ds_tensor if self.stage == 3 else p.data for p in self.parameters]
         return [*parts, *(master.data for master in self.masters)]
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """See ``Shards``."""
-        self._kept = [part.clone() for part in self._held()]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """See ``Shards``."""
-        for part, kept in zip(self._held(), self._kept, strict=True):
-            part.copy_(kept)
-        self._kept = []
 
     def states(self) -> Iterator[dict[str, Any]]:
         """Yield AdamW's state of each of this rank's masters; missing ones are made."""

@@ -9,7 +9,7 @@ Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -137,19 +137,16 @@ class Shards:
         """Of the parameters, tied ones once."""
         self._dims = [self._spec.dims.get(name) for name in named]
         """[names] the dimension that tensor parallelism cuts, if any."""
-        self._sharded: list[Any] = list(named.values())
+        self.parameters: list[Any] = list(named.values())
+        """[names] torch's own, or DeepSpeed's."""
         # the optimizer's parameters share their memory with torch's own
         self.local = [
-            nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self._sharded
+            nn.Parameter(p.to_local().detach(), requires_grad=p.requires_grad) for p in self.parameters
         ]
         """[names] this rank's parts; one may be empty."""
         self._kept: list[Tensor] = []
         self._met: set[str] = set()
         """Parameters that a backward pass in this process gave a gradient."""
-
-        # no hook may hold this object: it would keep the model for ever
-        def note(met: set[str], name: str, _parameter: Tensor) -> None:
-            met.add(name)
 
         @torch.no_grad()
         def collect(local: nn.Parameter, sharded: Any) -> None:
@@ -158,16 +155,34 @@ class Shards:
             sharded.grad = None
             local.grad = arrived if local.grad is None else local.grad.add_(arrived)
 
-        sharded_ids = {id(p) for p in self._sharded}
+        sharded_ids = {id(p) for p in self.parameters}
         for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
             module.unshard()  # torch gathers into the same parameters every time
-            for name, gathered in model.named_parameters():
-                if gathered.requires_grad and id(gathered) not in sharded_ids and name in named:
-                    gathered.register_post_accumulate_grad_hook(partial(note, self._met, name))
+            found = model.named_parameters()
+            self._note_gradients({n: p for n, p in found if id(p) not in sharded_ids and n in named})
             module.reshard()
-        for local, sharded in zip(self.local, self._sharded, strict=True):
+        for local, sharded in zip(self.local, self.parameters, strict=True):
             if sharded.requires_grad:
                 sharded.register_post_accumulate_grad_hook(partial(collect, local))
+
+    def _note_gradients(self, parameters: Mapping[str, Any]) -> None:
+        """From now on note by name which of ``parameters`` get a gradient, for ``_count_met``."""
+
+        # no hook may hold this object: it would keep the model for ever
+        def note(met: set[str], name: str, _parameter: Tensor) -> None:
+            met.add(name)
+
+        for name, parameter in parameters.items():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(note, self._met, name))
+
+    def _count_met(self) -> list[float]:
+        """Return per parameter the number of ranks in which it got a gradient since the last call."""
+        met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
+        self._ranks.sum(met)
+        self._met.clear()
+        counts: list[float] = met.tolist()
+        return counts
 
     def is_cut(self, number: int) -> bool:
         """Whether tensor parallelism cuts the parameter, so that the peers have different parts of it."""
@@ -191,7 +206,7 @@ class Shards:
 
     def shape(self, number: int) -> list[int]:
         """Return the shape of the whole parameter."""
-        shape, dim = list(self._sharded[number].shape), self._dims[number]
+        shape, dim = list(self.parameters[number].shape), self._dims[number]
         if dim is not None:
             shape[dim] *= self._ranks.tensor
         return shape
@@ -200,20 +215,21 @@ class Shards:
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
         """Set this rank's parts of the parameters ``numbers``; rank 0 gives ``wholes``, and all call this."""
         for place, number in enumerate(numbers):
-            dtype = self._sharded[number].dtype
+            dtype = self.parameters[number].dtype
             whole = torch.empty(self.shape(number), dtype=dtype, device=self._ranks.device)
             if wholes is not None:
                 whole.copy_(wholes[place])
             self._ranks.broadcast([whole])
-            self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
+            self._set(number, whole)
+
+    def _set(self, number: int, whole: Tensor) -> None:
+        """Set this rank's part of the parameter ``number``; all ranks call this with the same ``whole``."""
+        self.local[number].copy_(self.cut(number, whole)[self._ranks.rank])
 
     def take_gradients(self) -> None:
         """Drop gradients of parameters that no rank used; sum those that tensor-parallel peers share."""
         # torch has zeros where no rank had a gradient; the optimizer must leave these parameters alone
-        met = torch.tensor([float(name in self._met) for name in self.names], device=self._ranks.device)
-        self._ranks.sum(met)
-        self._met.clear()
-        for local, number in zip(self.local, met.tolist(), strict=True):
+        for local, number in zip(self.local, self._count_met(), strict=True):
             if not number:
                 local.grad = None
         if self._ranks.tensor == 1:
@@ -236,22 +252,26 @@ class Shards:
     def gather(self, number: int) -> Tensor:
         """Return the whole parameter ``number`` at rank 0, nothing elsewhere; every rank must call this."""
         ranks, dim, own = self._ranks, self._dims[number], self.local[number]
-        shape = self._sharded[number].shape
+        shape = self.parameters[number].shape
         # the parts of all ranks are of one length but for the last ones
         even = own.new_zeros(-(-shape[0] * ranks.tensor // ranks.copy_size), *shape[1:])
         even[: len(own)] = own
         columns = [column.flatten(0, 1)[: shape[0]] for column in ranks.gather(even)]
         return torch.cat(columns, dim) if len(columns) > 1 and dim is not None else columns[0]
 
+    def _held(self) -> Sequence[Tensor]:
+        """Return the tensors that hold this rank's parts."""
+        return self.local
+
     @torch.no_grad()
     def keep(self) -> None:
         """Note the present values of this rank's parts, for ``restore``."""
-        self._kept = [part.clone() for part in self.local]
+        self._kept = [part.clone() for part in self._held()]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Set this rank's parts to the values at ``keep``."""
-        for part, kept in zip(self.local, self._kept, strict=True):
+        for part, kept in zip(self._held(), self._kept, strict=True):
             part.copy_(kept)
         self._kept = []
 
