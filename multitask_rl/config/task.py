@@ -292,6 +292,10 @@ class TaskSpec(Settings):
         own = self.sampling is not None and (not self.sampling_keys or "temperature" in self.sampling_keys)
         return self.evaluation_only and own
 
+    def evaluated_at(self, sampling: SamplingParams, temperature: float) -> SamplingParams:
+        """Return ``sampling`` as evaluations take it: at ``temperature``, unless the task has its own."""
+        return sampling if self.has_own_temperature else replace(sampling, temperature=temperature)
+
     def sampling_params(self, default: SamplingParams) -> SamplingParams:
         """Return the task's sampling parameters, given the run's ``default``."""
         if self.sampling is None:

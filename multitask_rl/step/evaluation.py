@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
 from multitask_rl.environments.pool import WorldPool
@@ -91,9 +91,7 @@ class Evaluator:
         found: dict[str, TaskEvaluation] = {}
         for name in names:
             task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
-            sampling = task.sampling
-            if not task.spec.has_own_temperature:
-                sampling = replace(sampling, temperature=self.temperature)
+            sampling = task.spec.evaluated_at(task.sampling, self.temperature)
             condition = task.algorithm.condition([], evaluation=True)
             found[name] = TaskEvaluation(
                 task=name,

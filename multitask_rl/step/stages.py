@@ -133,8 +133,8 @@ class RolloutStage(StreamingStage):
             prompt.position = position
             task = self._tasks[prompt.task]
             sampling = task.sampling
-            if self._temperature is not None and not task.spec.has_own_temperature:
-                sampling = replace(sampling, temperature=self._temperature)
+            if self._temperature is not None:
+                sampling = task.spec.evaluated_at(sampling, self._temperature)
             if prompt.given_ids is not None:
                 response = self._decode(prompt.given_ids)
                 rollout = Rollout(prompt=prompt, sample=0, sampling=sampling, response=response)
@@ -572,13 +572,11 @@ class RewardBatch:
     ) -> None:
         self._pending, self._finish, self._quorum = pending, finish, quorum
         self._judging, self._later = judging, later
-        self._judged: list[int] = []
-        """Per rollout its index in ``judging``; -1: not judged there."""
-        self._num_judged = 0
         self._rollouts: list[Rollout] = []
-        self._asked: list[int] = []
-        """Per rollout its index in ``pending``; -1: rejected by a constraint, or given: not scored."""
-        self._num_asked = 0
+        self._asked: dict[int, int] = {}
+        """Rollout -> its index in ``pending``; missing: rejected by a constraint, or given: not scored."""
+        self._judged: dict[int, int] = {}
+        """Rollout -> its index in ``judging``; missing: not judged there."""
         self._num_parts = 0
         self._groups: dict[str, list[int]] = {}
         """Group id -> rollouts not yet taken, in the order of the batch."""
@@ -592,12 +590,12 @@ class RewardBatch:
         sets.
         """
         self._num_parts += 1
-        for rollout in rollouts:
-            self._rollouts.append(rollout)
-            self._asked.append(self._num_asked if _is_asked(rollout) else -1)
-            self._num_asked += _is_asked(rollout)
-            self._judged.append(self._num_judged if rollout.task in self._later else -1)
-            self._num_judged += rollout.task in self._later
+        for index, rollout in enumerate(rollouts, start=len(self._rollouts)):
+            if _is_asked(rollout):
+                self._asked[index] = len(self._asked)
+            if rollout.task in self._later:
+                self._judged[index] = len(self._judged)
+        self._rollouts += rollouts
         self._pending.add([r for r in rollouts if _is_asked(r)])
         if self._judging is not None:
             self._judging.add([r for r in rollouts if r.task in self._later])
@@ -608,8 +606,8 @@ class RewardBatch:
         if self._num_parts > 1:  # one part keeps the order of the stage before
             order.sort(key=lambda index: self._rollouts[index].order)
         if self._judging is not None:
-            self._judging.seal([self._judged[i] for i in order if self._judged[i] >= 0])
-        self._pending.seal([self._asked[i] for i in order if self._asked[i] >= 0])
+            self._judging.seal(_places(self._judged, order))
+        self._pending.seal(_places(self._asked, order))
         for index in order:
             self._groups.setdefault(self._rollouts[index].group_id, []).append(index)
 
@@ -642,13 +640,13 @@ class RewardBatch:
         indices = [i for name in done for i in self._groups.pop(name)]
         rollouts = {i: self._rollouts[i] for i in indices}
         if self._judging is not None:
-            own = [i for i in indices if self._judged[i] >= 0]
-            verdicts = self._judging.results([self._judged[i] for i in own])
+            own = [i for i in indices if i in self._judged]
+            verdicts = self._judging.results(_places(self._judged, own))
             rollouts |= {i: _with_verdicts(rollouts[i], v) for i, v in zip(own, verdicts, strict=True)}
         # a failed verdict is the record's failure, and counts alone in the error budget
         failed = {i for i in indices if rollouts[i].failure is not None and self._rollouts[i].failure is None}
-        wanted = [i for i in indices if self._asked[i] >= 0 and i not in failed]
-        answers = self._pending.results([self._asked[i] for i in wanted])
+        wanted = [i for i in indices if i in self._asked and i not in failed]
+        answers = self._pending.results(_places(self._asked, wanted))
         scored = dict(zip(wanted, answers, strict=True))
         records = []
         for i in indices:
@@ -681,26 +679,29 @@ class RewardBatch:
             rollouts = [self._rollouts[i] for i in indices]
             if min(rollout.policy_version for rollout in rollouts) < before:
                 gone = self._groups.pop(name)
-                self._pending.cancel([self._asked[i] for i in gone if self._asked[i] >= 0])
+                self._pending.cancel(_places(self._asked, gone))
                 if self._judging is not None:
-                    self._judging.cancel([self._judged[i] for i in gone if self._judged[i] >= 0])
+                    self._judging.cancel(_places(self._judged, gone))
                 dropped[rollouts[0].task] += 1
         return dropped
 
     def spans(self) -> dict[str, Span]:
         """Return per task the span from the first to the last answer, or until now."""
-        return self._pending.spans([i for i in self._asked if i >= 0])
+        return self._pending.spans([*self._asked.values()])
 
     def judging_spans(self) -> dict[str, Span]:
         """Return per task that is judged here the span from the first to the last verdict, or until now."""
-        return self._judging.spans([i for i in self._judged if i >= 0]) if self._judging is not None else {}
+        return self._judging.spans([*self._judged.values()]) if self._judging is not None else {}
 
     def _is_done(self, indices: Sequence[int]) -> bool:
-        is_scored = all(self._asked[i] < 0 or self._pending.is_done(self._asked[i]) for i in indices)
+        is_scored = all(map(self._pending.is_done, _places(self._asked, indices)))
         return is_scored and (
-            self._judging is None
-            or all(self._judged[i] < 0 or self._judging.is_done(self._judged[i]) for i in indices)
+            self._judging is None or all(map(self._judging.is_done, _places(self._judged, indices)))
         )
+
+
+def _places(known: Mapping[int, int], rollouts: Iterable[int]) -> list[int]:
+    return [known[i] for i in rollouts if i in known]
 
 
 class RewardStage(StreamingStage):
