@@ -157,17 +157,13 @@ class RolloutStage(StreamingStage):
         what = {"rollout": "sampling", "evaluation": "evaluating"}.get(self._purpose, "confirming")
         if self._on_progress is not None:
             self._on_progress(what, 0, len(slots))
-        for ended in self._run(slots, is_enough if self._quorum < 1.0 else None):
+        for ended in self.sample(slots, is_enough if self._quorum < 1.0 else None):
             self._joined += [rollout for rollout in ended if rollout.attempt]
             first = [rollout for rollout in ended if not rollout.attempt]
             num_done += sum(rollout.group_id in own for rollout in first)
             if self._on_progress is not None and first:
                 self._on_progress(what, num_done, len(slots))
             yield first if self._quorum >= 1.0 else self._whole(first)
-
-    def sample(self, slots: Sequence[Rollout]) -> Iterator[list[Rollout]]:
-        """Sample a response for each of ``slots`` and of those that ``join``; yield rollouts as they end."""
-        yield from self._run(slots)
 
     @property
     def late(self) -> dict[str, str]:
@@ -215,10 +211,10 @@ class RolloutStage(StreamingStage):
         joined, self._joined = self._joined, []
         return joined
 
-    def _run(
+    def sample(
         self, slots: Sequence[Rollout], is_enough: Callable[[], bool] | None = None
     ) -> Iterator[list[Rollout]]:
-        """Yield filled rollouts as they end, those that join too.
+        """Sample a response for each of ``slots`` and of those that ``join``; yield rollouts as they end.
 
         The engine samples the turns of episodes beside other responses. If it admits no request while it
         works, a turn waits for the end of the stream; the engine waits only if all turns wait for worlds.
