@@ -155,6 +155,48 @@ class RolloutEngine:
         """Free the engine. Idempotent. Default: nothing."""
 
 
+class WrappedEngine(RolloutEngine):
+    """Passes every call on to ``engine``; a subclass overrides what it does itself."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self.shares_weights, self.can_watch = engine.shares_weights, engine.can_watch
+        self.can_admit, self.policy_version = engine.can_admit, engine.policy_version
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        """See ``RolloutEngine``."""
+        return self._engine.generate_stream(requests)
+
+    def admit(self, requests: Sequence[GenerationRequest]) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.admit(requests)
+
+    def retain(self, conversations: Collection[int]) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.retain(conversations)
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """See ``RolloutEngine``."""
+        return self._engine.call_between_steps(hook)
+
+    def sleep(self) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.sleep()
+
+    def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.update_weights(weights, policy_version)
+        self.policy_version = policy_version
+
+    def health_events(self, step: int) -> list[Event]:
+        """See ``RolloutEngine``."""
+        return self._engine.health_events(step)
+
+    def close(self) -> None:
+        """See ``RolloutEngine``."""
+        self._engine.close()
+
+
 def collect(
     requests: Sequence[GenerationRequest], parts: Iterable[Sequence[Ended]]
 ) -> list[list[Generation]]:

@@ -9,7 +9,7 @@ again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from multitask_rl.models.actor import warn_of_slow_bfloat16
 from multitask_rl.plugins import build_config
-from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
+from multitask_rl.rollout.base import RolloutEngine, WrappedEngine
 from multitask_rl.rollout.hf import HFConfig
 
 if TYPE_CHECKING:
@@ -73,30 +73,15 @@ def build_engine(
     return SnapshotEngine(built, source=actor, double=double.model)
 
 
-class SnapshotEngine(RolloutEngine):
+class SnapshotEngine(WrappedEngine):
     """Samples with ``engine`` from ``double``, a copy of the model of ``source``.
 
     ``update_weights`` copies the present weights of ``source`` into it.
     """
 
-    shares_weights = True
-
     def __init__(self, engine: RolloutEngine, *, source: Actor, double: Any) -> None:
-        self._engine, self._source, self._double = engine, source, double
-        self.can_watch = engine.can_watch
-        self.policy_version = engine.policy_version
-
-    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        """See ``RolloutEngine``."""
-        return self._engine.generate_stream(requests)
-
-    def call_between_steps(self, hook: Callable[[], None]) -> bool:
-        """See ``RolloutEngine``."""
-        return self._engine.call_between_steps(hook)
-
-    def retain(self, conversations: Collection[int]) -> None:
-        """See ``RolloutEngine``."""
-        self._engine.retain(conversations)
+        super().__init__(engine)
+        self._source, self._double = source, double
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
@@ -104,9 +89,4 @@ class SnapshotEngine(RolloutEngine):
         own = self._double.state_dict()
         for name, value in self._source.changing_weights().items():
             own[name].copy_(value)
-        self._engine.update_weights(weights, policy_version)
-        self.policy_version = policy_version
-
-    def close(self) -> None:
-        """See ``RolloutEngine``."""
-        self._engine.close()
+        super().update_weights(weights, policy_version)

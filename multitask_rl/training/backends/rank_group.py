@@ -24,8 +24,8 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream
-from multitask_rl.records import Event, TrainSample
-from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine
+from multitask_rl.records import TrainSample
+from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, WrappedEngine
 from multitask_rl.seeding import derive_seed
 from multitask_rl.tracking.timeline import Span
 from multitask_rl.training.backend import (
@@ -480,18 +480,16 @@ class RankGroup(TrainingBackend):
         self._undo.close()
 
 
-class SpreadEngine(RolloutEngine):
+class SpreadEngine(WrappedEngine):
     """``engine`` in rank 0 and one like it in every other rank of ``group``.
 
     A sample carries its seed: the rank that draws it changes only the last bits of its log-probabilities.
     """
 
-    shares_weights = True
-
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
-        self._engine, self._group = engine, group
-        self.can_watch = engine.can_watch
-        self.policy_version = engine.policy_version
+        super().__init__(engine)
+        self._group = group
+        self.can_admit = False
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end (see ``RolloutEngine``)."""
@@ -501,20 +499,3 @@ class SpreadEngine(RolloutEngine):
         """See ``RolloutEngine``."""
         self._engine.retain(conversations)
         self._group.retain(conversations)
-
-    def sleep(self) -> None:
-        """See ``RolloutEngine``."""
-        self._engine.sleep()
-
-    def health_events(self, step: int) -> list[Event]:
-        """See ``RolloutEngine``."""
-        return self._engine.health_events(step)
-
-    def update_weights(self, weights: Mapping[str, torch.Tensor], policy_version: int) -> None:
-        """Note the version; the weights are the actor's own."""
-        self._engine.update_weights(weights, policy_version)
-        self.policy_version = policy_version
-
-    def close(self) -> None:
-        """Free the engine of this process. Idempotent."""
-        self._engine.close()

@@ -9,10 +9,11 @@ from peft import LoraConfig, get_peft_model
 from model_builders import build_actor
 from multitask_rl.config.run import RolloutConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import SamplingParams
+from multitask_rl.records import Event, SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.rollout.snapshot import build_engine
+from multitask_rl.rollout.snapshot import SnapshotEngine, build_engine
+from multitask_rl.testing import FakeEngine
 
 HALF = RolloutConfig(engine_config={"weights": "bfloat16"})
 REQUESTS = [
@@ -70,6 +71,38 @@ def test_an_overlapped_run_samples_from_a_copy_of_either_kind():
             actor.model.lm_head.weight.mul_(0.5)
         assert sampled(own) == before
         actor.model.load_state_dict(saved)
+
+
+class Able(FakeEngine):
+    """An engine with abilities that it does not share with ``HFEngine``."""
+
+    shares_weights = can_admit = True
+
+    def __init__(self):
+        super().__init__()
+        self.admitted, self.num_sleeps = [], 0
+
+    @classmethod
+    def build(cls, actor, config, *, seed, output_dir):
+        return cls()
+
+    def admit(self, requests):
+        self.admitted += requests
+
+    def sleep(self):
+        self.num_sleeps += 1
+
+    def health_events(self, step):
+        return [Event(step=step, source="engine", kind="late", reason=f"{self.num_sleeps} sleeps")]
+
+
+def test_an_engine_over_a_copy_keeps_its_abilities():
+    own = build_engine(Able, build_actor(), RolloutConfig(), seed=0, output_dir=Path("unused"), copies=True)
+    assert isinstance(own, SnapshotEngine)
+    assert own.can_admit
+    own.admit(REQUESTS)
+    own.sleep()
+    assert [event.reason for event in own.health_events(3)] == ["1 sleeps"]
 
 
 def test_weights_of_another_type_are_refused_with_what_is_allowed():
