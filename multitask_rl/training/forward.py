@@ -26,8 +26,6 @@ from multitask_rl.training.shared_prompt import read_shared
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
-
-
 LOWEST = -1e9
 """Takes the place of a log-probability of -inf: 0 * -inf is NaN, in the gradient too."""
 
@@ -41,6 +39,7 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the targets, and of all tokens."""
         logprobs = logits.log_softmax(dim=-1)
         picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         ctx.save_for_backward(logprobs.clamp_(min=LOWEST), targets)
@@ -51,6 +50,7 @@ class _Picked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+        """Return the gradient of the logits: ``gradient * (onehot(target) - p)``."""
         logprobs, targets = ctx.saved_tensors
         factor = gradient.unsqueeze(-1)
         found = logprobs.exp().mul_(-factor)
@@ -113,7 +113,7 @@ def forward_tokens(
             logprobs = filtered.log_softmax(dim=-1)
             entropy = -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(dim=-1)
             return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy, logits
-        picked, logprobs = _Picked.apply(filtered, targets)
+        picked, logprobs = _Picked.apply(filtered, targets)  # type: ignore[no-untyped-call]
         with torch.no_grad():
             entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)
         return picked, entropy, logits

@@ -145,7 +145,8 @@ def test_without_a_gradient_of_the_entropy_the_gradient_is_that_of_log_softmax(s
         own = batch.sequence == place
         logits = logits / SAMPLING[i].temperature
         logits = forward.keep_top(logits, SAMPLING[i].top_k, SAMPLING[i].top_p, keep=batch.targets[own])
-        loss = loss + torch.distributions.Categorical(logits=logits).log_prob(batch.targets[own]) @ weights[own]
+        logprobs = torch.distributions.Categorical(logits=logits).log_prob(batch.targets[own])
+        loss = loss + logprobs @ weights[own]
     loss.backward()
     scale = max(float(p.grad.abs().max()) for p in model.parameters())
     for gradient, parameter in zip(found, model.parameters(), strict=True):
