@@ -87,17 +87,25 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     context, most = get_context("spawn"), claim.runs_per_process
     with ProcessPoolExecutor(max(1, processes), mp_context=context, max_tasks_per_child=most) as pool:
         futures = {pool.submit(claim.run, arm, seed, options): (arm, seed) for arm, seed in waiting}
+        failed: BaseException | None = None
         for number, future in enumerate(as_completed(futures), start=1):
+            if future.cancelled():
+                continue
             arm, seed = futures[future]
-            if future.exception() is not None:
-                pool.shutdown(
-                    wait=False, cancel_futures=True
-                )  # else the error shows when all others have ended
+            if (error := future.exception()) is not None:
+                told = f"{arm.name} seed {seed} failed: {error!r}; the claim ends with the runs under way"
+                print(told, file=sys.stderr, flush=True)
+                failed = failed or error
+                for other in futures:
+                    other.cancel()
+                continue
             metrics = future.result()
             done[arm.name, seed] = metrics
             _store(claim, arm, seed, options, metrics)
             shown = ", ".join(f"{k} {v:.3f}" for k, v in list(metrics.items())[:6])
             print(f"[{number}/{len(waiting)}] {arm.name} seed {seed}: {shown}", file=sys.stderr, flush=True)
+        if failed is not None:
+            raise failed
     values: dict[str, dict[str, list[float]]] = {}
     for arm in chosen:
         rows = [done[arm.name, seed] or {} for seed in options.seeds]

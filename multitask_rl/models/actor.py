@@ -528,7 +528,7 @@ def load_actor(
             model = AutoModelForCausalLM.from_pretrained(base, **given)
         for own in reversed(adapters):
             model = merge_adapters(model, own, read_weights(Path(own)))
-            model.name_or_path = str(Path(own).resolve())  # what further adapters belong to
+            model.name_or_path = own  # what further adapters belong to
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # transformers makes one without files
             raise ConfigError(
                 f"model.name_or_path {name!r} has a tokenizer without a word: its files (tokenizer.json, or "

@@ -38,6 +38,9 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
     # adapters start at random; they depend on the seed only
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
+        if model.name_or_path and Path(model.name_or_path).is_dir():
+            # written beside the adapters, which may be read from another working directory
+            model.name_or_path = str(Path(model.name_or_path).resolve())
         try:
             return peft.get_peft_model(model, settings)
         except ValueError as error:
@@ -81,10 +84,15 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
     """Return ``model`` with the adapters of ``directory``, which holds ``weights``, merged in; changes it.
 
     Raises:
-        ConfigError: the adapters do not fit the model, or cannot be merged.
+        ConfigError: the adapters do not fit the model, were trained over other weights, or cannot be merged.
         MissingExtraError: ``peft`` is not installed.
     """
     peft = import_extra("peft", "peft", f"{directory} holds adapters and needs peft")
+    if is_other_base(Path(directory), base_of(model)):
+        raise ConfigError(
+            f"the adapters of {directory} were trained over other weights than those of "
+            f"{model.name_or_path}; name their base model in base_model_name_or_path of adapter_config.json"
+        )
     # embeddings that have grown (control tokens) lie beside the adapters
     embedding = next(name for name, own in model.named_modules() if own is model.get_input_embeddings())
     if (grown := weights.get(f"base_model.model.{embedding}.weight")) is not None:
@@ -194,6 +202,21 @@ def save_base(base: Mapping[str, Any], directory: Path) -> None:
     (directory / _BASE).write_text(json.dumps(base), encoding="utf-8")
 
 
+def is_other_base(directory: Path, base: Mapping[str, Any]) -> bool:
+    """Return whether the adapters in ``directory`` were trained over other weights than those of ``base``.
+
+    ``base`` is what ``base_of`` returns. Nothing is known of adapters that another program wrote.
+    """
+    file = directory / _BASE
+    if not file.is_file():
+        return False
+    known = json.loads(file.read_text(encoding="utf-8"))
+    # weights of another type are rounded, so not compared; merging adapters rounds differently per processor
+    pairs = zip(known["means"], base["means"], strict=False)
+    is_same = all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
+    return known["dtype"] == base["dtype"] and not (is_same and len(known["means"]) == len(base["means"]))
+
+
 def load_adapters(
     model: Any, directory: Path, weights: Mapping[str, Tensor], base: Mapping[str, Any]
 ) -> None:
@@ -230,11 +253,7 @@ def load_adapters(
             f"the checkpoint's adapters were trained with model.lora.alpha={alpha:g}, which scales them, and "
             f"this run has {own_alpha:g}; set it as it was"
         )
-    known = json.loads((directory / _BASE).read_text(encoding="utf-8"))
-    # weights of another type are rounded, so not compared; merging adapters rounds differently per processor
-    pairs = zip(known["means"], base["means"], strict=False)
-    is_same = all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
-    if known["dtype"] == base["dtype"] and not (is_same and len(known["means"]) == len(base["means"])):
+    if is_other_base(directory, base):
         raise CheckpointError(
             "the checkpoint's adapters were trained over other weights than those of the present base model; "
             "set model.name_or_path as it was"

@@ -154,7 +154,8 @@ def build_parts(
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         active = scheduler.active if plan.trained else ()
-        reference = store.reference(actor) if plan.needs_reference(active) else None
+        follows = config.model.reference_decay < 1.0
+        reference = store.reference(actor, follows=follows) if plan.needs_reference(active) else None
         # without training a teacher only measures the KL of a task without rewards
         taught = {n: spec for n, spec in plan.specs.items() if (track and n in active) or not spec.is_scored}
         former = store.recorded_tasks()

@@ -141,11 +141,12 @@ class RunStore:
         if self._found is not None:
             actor.keep_control_tokens(self._found.actor_dir)
 
-    def reference(self, actor: Actor) -> PreTrainedModel | None:
+    def reference(self, actor: Actor, *, follows: bool = False) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
         A fork has that of the run whose checkpoint it begins from. None with adapters: the base model is the
-        reference.
+        reference. If it ``follows`` the actor and the checkpoint holds it, that one is restored later, and
+        the first reference need not be there.
 
         Raises:
             CheckpointError: it is damaged, cannot be written, or is missing and ``actor`` has been trained.
@@ -168,6 +169,8 @@ class RunStore:
                 ) from error
             copy_weights(reference, fit_weights(reference, read_weights(known)))
         elif self._found is not None and actor.policy_version:
+            if follows and any(name.startswith("reference/") for name in self._found.tensors):
+                return reference
             raise CheckpointError(
                 f"{self._owner} keeps no reference policy, and the actor given in Python has made "
                 f"{actor.policy_version} steps, so that the KL would not be to the weights that the run "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 
 from claims.base import Arm, Claim, Options, difference
 
@@ -11,6 +12,16 @@ def _measure(arm: Arm, seed: int, options: Options) -> dict[str, float]:
     with (options.directory / "calls").open("a") as calls:
         calls.write(f"{arm.name} {seed}\n")
     return {"level": arm.settings["level"] + seed / 10, "reached": math.nan}
+
+
+def fail_at_1(arm: Arm, seed: int, options: Options) -> dict[str, float]:
+    """Measure; seed 1 fails."""
+    if seed:
+        time.sleep(0.3)
+    metrics = _measure(arm, seed, options)
+    if seed == 1:
+        raise ValueError("seed 1 is broken")
+    return metrics
 
 
 CLAIM = Claim(

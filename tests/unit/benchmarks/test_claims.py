@@ -47,6 +47,21 @@ def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
     assert claim_example.CLAIM.render(result["arms"]) == "+0.50"
 
 
+def test_a_run_that_fails_ends_the_claim_and_what_was_under_way_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error in a thread of the pool fails the test, too."""
+    claim = replace(claim_example.CLAIM, run=claim_example.fail_at_1, runs_per_process=1)
+    options = Options(seeds=range(9), steps=3, directory=tmp_path)
+    with pytest.raises(ValueError, match="seed 1 is broken"):
+        run_claim(claim, options, arms=["a"], processes=2)
+    assert "a seed 1 failed" in capfd.readouterr().err
+    calls = {line.split()[1] for line in (tmp_path / "calls").read_text().splitlines()}
+    kept = {file.stem for file in tmp_path.glob("example/*/*.json")}
+    assert kept == calls - {"1"} < set("0123456789")
+    assert len(calls) < 9, "what had not begun does not begin"
+
+
 def test_what_did_not_happen_survives_the_file() -> None:
     text = dump_numbers({"steps": [1.0, math.nan], "name": "x"})
     json.loads(text, parse_constant=pytest.fail)

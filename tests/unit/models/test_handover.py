@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
+from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.models.lora import MergedWeights
 
@@ -115,3 +116,27 @@ def test_adapters_are_merged_into_the_model_that_they_name(tmp_path: Path, own_t
         second = load_actor(again, "cpu")
         assert torch.allclose(second.model(input_ids=ids).logits, expected, atol=1e-5)
         assert sum(p.numel() for p in second.trainable_parameters()) > 0
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_adapters_find_their_base_from_anywhere_and_refuse_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for place in (here, elsewhere):
+        place.mkdir()
+    _actor(0, True).save(here / "base")
+    monkeypatch.chdir(here)
+    actor = load_actor(ModelConfig(name_or_path="base", lora=LoraConfig(rank=2)), "cpu")
+    actor.save(elsewhere / "adapters")
+    expected = {name: value.clone() for name, value in actor.state_dict().items()}
+    monkeypatch.chdir(elsewhere)
+    found = load_actor(ModelConfig(name_or_path="adapters"), "cpu")
+    assert all(torch.equal(expected[name], value) for name, value in found.state_dict().items())
+    other = _actor(0, True)
+    with torch.no_grad():
+        for parameter in other.model.parameters():
+            parameter += 0.01
+    other.save(here / "base")
+    with pytest.raises(ConfigError, match=r"adapters were trained over other weights than those of .*base"):
+        load_actor(ModelConfig(name_or_path="adapters"), "cpu")

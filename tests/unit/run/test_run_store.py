@@ -57,6 +57,25 @@ def test_trained_weights_do_not_become_the_reference_of_a_run_that_has_none(run)
         reference(run, trained)
 
 
+def test_a_copied_checkpoint_with_the_averaged_reference_needs_no_other(run, tmp_path):
+    """Trained weights are not written as the reference: a later run without the average would read them."""
+    trained = build_actor(1)
+    trained.policy_version = 4
+    store = RunStore(run, CheckpointConfig())
+    averaged = {f"reference/{name}": value for name, value in build_actor(0).model.named_parameters()}
+    made = store.checkpoints.save(
+        CheckpointEntry(step=1), save_actor=lambda d: None, tensors=averaged, state={}
+    )
+    store.close()
+    copied = shutil.copytree(made, tmp_path / "elsewhere" / "copied")
+    store = RunStore(tmp_path / "fork", CheckpointConfig(resume=str(copied)))
+    assert store.reference(trained, follows=True) is not None
+    assert not store.reference_dir.exists()
+    with pytest.raises(CheckpointError, match=r"has made 4 steps"):
+        store.reference(trained)
+    store.close()
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "manifest.json"])
 @pytest.mark.parametrize("damage", ["flip", "cut", "zero", "delete"])
 def test_a_damaged_reference_is_refused_and_deleted_it_is_made_anew(run, name, damage):
