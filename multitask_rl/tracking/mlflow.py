@@ -27,6 +27,7 @@ import sqlite3
 import subprocess
 import tempfile
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -183,10 +184,12 @@ def _make_database(path: Path) -> None:
     """
     if path.exists():
         return
-    aside = path.with_name(f".making_{path.name}.{os.getpid()}")
+    # no number of a process: those of two containers are often the same
+    aside = path.with_name(f".making_{path.name}.{uuid.uuid4().hex}")
     for left in path.parent.glob(f".making_{path.name}*"):
-        if time.time() - left.stat().st_mtime > _MADE_WITHIN_S:  # of a process that was killed
-            left.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another run has made its own meanwhile
+            if time.time() - left.stat().st_mtime > _MADE_WITHIN_S:  # of a process that was killed
+                left.unlink()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multitask_rl"
     template = cache / f"mlflow-{version('mlflow')}.db"
     try:
@@ -197,7 +200,7 @@ def _make_database(path: Path) -> None:
             database.execute("DELETE FROM experiments")  # the default one, whose artifacts would lie here
         with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
             cache.mkdir(parents=True, exist_ok=True)
-            copy = template.with_name(f"{template.name}.{os.getpid()}")
+            copy = template.with_name(f"{template.name}.{uuid.uuid4().hex}")
             copy.write_bytes(aside.read_bytes())
             with copy.open("rb+") as stream:
                 os.fsync(stream.fileno())
@@ -329,6 +332,8 @@ class MLflowTracker(Tracker):
 
         No other run goes on in the directory: it is locked.
         """
+        from mlflow.exceptions import MlflowException
+
         experiment, place = self._client.get_experiment_by_name(self._config.experiment), None
         if self.uri.startswith("sqlite:///"):
             # without a place, MLflow keeps the artifacts of a database in the working directory
@@ -337,9 +342,15 @@ class MLflowTracker(Tracker):
             number = str(experiment.experiment_id)
         else:
             kind = {"mlflow.experimentKind": "custom_model_development"}
-            number = str(
-                self._client.create_experiment(self._config.experiment, artifact_location=place, tags=kind)
-            )
+            try:
+                number = self._client.create_experiment(
+                    self._config.experiment, artifact_location=place, tags=kind
+                )
+            except MlflowException:
+                made_meanwhile = self._client.get_experiment_by_name(self._config.experiment)
+                if made_meanwhile is None:  # by no other run
+                    raise
+                number = str(made_meanwhile.experiment_id)
         # machine and directory, as a filter can ask for them
         tag = f"{socket.gethostname()}:{self._directory}".replace("'", "_")[:_MAX_TAG]
         for run in self._client.search_runs([number], f"tags.`{_DIRECTORY_TAG}` = '{tag}'"):

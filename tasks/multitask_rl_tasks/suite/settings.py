@@ -6,6 +6,8 @@ and transformers: whatever could change the trained weights changes the name.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -109,14 +111,34 @@ def cached_directory(
         try:
             figures = dict(build(aside))
             (aside / FIGURES_FILE).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-            shutil.rmtree(cached, ignore_errors=True)
-            os.replace(aside, cached)
+            if not (cached / FIGURES_FILE).is_file():  # else another process has built it meanwhile
+                _put(aside, cached)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-    shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(cached, target)
+    aside = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+    try:
+        shutil.copytree(cached, aside)
+        _put(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     result: dict[str, Any] = json.loads((cached / FIGURES_FILE).read_text(encoding="utf-8"))
     return result | {"from_cache": is_cached}
+
+
+def _put(made: Path, final: Path) -> None:
+    """Rename ``made`` to ``final``, in place of what is there; no reader sees half of a directory."""
+    former = made.with_name(f"{made.name}.former")
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(final, former)
+        try:
+            os.replace(made, final)
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            shutil.rmtree(former, ignore_errors=True)  # another process was first: once more
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _fingerprint(kind: str, settings: Mapping[str, Any]) -> str:

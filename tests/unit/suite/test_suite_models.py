@@ -1,5 +1,7 @@
 import json
 import math
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -78,6 +80,30 @@ def test_a_second_call_copies_from_the_cache_and_another_setting_does_not(tmp_pa
     assert again == first | {"from_cache": True}
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "abc"]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_of_two_builds_at_once_the_first_is_kept_and_a_copy_is_whole_or_absent(tmp_path):
+    options = {"cache_dir": tmp_path / "cache", "kind": "x", "settings": WarmTask(share=1.0, corruption=0.0)}
+
+    def quick(target):
+        (target / "config.json").write_text("{}")
+        os.mkfifo(target / "weights")  # cannot be copied
+        return {"loss": 1.0}
+
+    def slow(target):
+        with pytest.raises(shutil.Error, match="named pipe"):
+            cached_directory(tmp_path / "a", build=quick, **options)
+        return {"loss": 2.0}
+
+    with pytest.raises(shutil.Error, match="named pipe"):
+        cached_directory(tmp_path / "a", build=slow, **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["cache"], "no half of a copy"
+    (cached,) = (tmp_path / "cache").iterdir()
+    (cached / "weights").unlink()
+    for _ in range(2):  # the second time in place of the first copy
+        assert cached_directory(tmp_path / "a", build=slow, **options) == {"loss": 1.0, "from_cache": True}
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["config.json", FIGURES_FILE]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_build_that_fails_leaves_nothing_in_the_cache(tmp_path):

@@ -282,6 +282,41 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
     assert len(list((tmp_path / "cache" / "multitask_rl").iterdir())) == 1
 
 
+def test_runs_that_start_at_once_beside_each_other_make_one_database(tmp_path: Path) -> None:
+    gone = tmp_path / ".making_mlflow.db.gone"  # of a run that has made its own meanwhile
+    gone.symlink_to(tmp_path / "nowhere")
+    other = tmp_path / f".making_mlflow.db.{os.getpid()}"  # of a process of the same number elsewhere
+    other.mkdir()
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    tracker.log_metrics({"x": 1.0}, 1)
+    tracker.finish("finished")
+    assert _points(tmp_path, tracker.run_id, "x") == [(1, 1.0)]
+    assert set(tmp_path.glob(".making_*")) == {gone, other}
+
+
+def test_an_experiment_that_another_run_makes_meanwhile_is_that_of_both(tmp_path: Path) -> None:
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    MLflowTracker(tmp_path / "first", TrackingConfig(experiment="another"), None).start({})
+    runs = [MLflowTracker(tmp_path / name, TrackingConfig(), None) for name in ("one", "two")]
+    begun: list[bool] = []
+
+    def meanwhile(*given: object) -> None:
+        if "INSERT INTO experiments" in str(given[2]) and not begun:
+            begun.append(True)
+            runs[1].start({})
+
+    event.listen(Engine, "before_cursor_execute", meanwhile)
+    runs[0].start({})
+    event.remove(Engine, "before_cursor_execute", meanwhile)
+    for run in runs:
+        run.log_metrics({"x": 1.0}, 1)
+        run.finish("finished")
+        assert _points(tmp_path, run.run_id, "x") == [(1, 1.0)]
+
+
 def test_what_was_not_sent_in_time_is_counted() -> None:
     started, done = threading.Event(), threading.Event()
 
