@@ -11,6 +11,7 @@ from typing import Any
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.environments.base import Message, Opening, StepResult, World
+from multitask_rl.environments.endpoint import AgentWorld
 from multitask_rl.environments.foreign import FOREIGN, TrlWorld, build_foreign
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
@@ -71,6 +72,8 @@ class WorldSpec:
         built = _instance(found, config, self.where)
         world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
         world.calls_left = self.max_tool_calls or None
+        if isinstance(world, AgentWorld):  # the call for what was earned must not be too late
+            world.grace_s = min(world.grace_s, self.timeout_s / 2)
         return world
 
 

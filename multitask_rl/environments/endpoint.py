@@ -231,8 +231,8 @@ class Agent(AgentWorld):
         """Further arguments of the function, by name."""
         grace_s: float = 5.0
         """Seconds that the function has to return its reward after a limit of the task (``max_turns``,
-        ``max_response_tokens``) ended the episode; then it earned nothing (``unfinished`` of the reward
-        ``environment``)."""
+        ``max_response_tokens``) ended the episode, at most half of ``turn_timeout_s``; then it earned nothing
+        (``unfinished`` of the reward ``environment``)."""
 
     def __init__(self, config: Agent.Config) -> None:
         super().__init__()

@@ -118,7 +118,8 @@ class VerifiersWorld(AgentWorld):
         column: str = "idx"
         """Column that holds the task's ``idx`` or ``id``; a row without it is matched by its prompt."""
         grace_s: float = 5.0
-        """Seconds for the rewards after a limit (turns, tokens) ended the episode."""
+        """Seconds for the rewards after a limit (turns, tokens) ended the episode, at most half of
+        ``turn_timeout_s``."""
 
     def __init__(self, config: VerifiersWorld.Config) -> None:
         super().__init__()

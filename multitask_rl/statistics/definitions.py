@@ -344,7 +344,9 @@ class TaskMetrics:
         first = [final[own[0]] for own in groups.values()]
         counted = [[i for i in own if math.isfinite(values[i])] for own in groups.values()]
         found: dict[str, _Column] = {}
-        if all(map(math.isfinite, bars)):
+        # a slot without terms, failed or rejected, has the bar of all rewards together, which none may reach
+        able = [i for own in counted for i in own if not final[i].rollout.rejected] or range(len(final))
+        if all(math.isfinite(bars[i]) for i in able):
             is_solved = [
                 not s.rollout.rejected and kind.direction.sign * (value - bar) >= -1e-9
                 for s, value, bar in zip(final, values, bars, strict=True)

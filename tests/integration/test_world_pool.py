@@ -468,3 +468,32 @@ def test_the_first_answer_is_an_opening(make):
     assert "cannot be sent" in failure.message
     ticket = pool.open("a", {"name": Path("x")})
     assert isinstance(answers(pool, 1)[ticket], Opening)
+
+
+AGENT = """
+import json, time, urllib.error, urllib.request
+
+
+def run(base_url, api_key, row):
+    for _ in range(2):
+        body = json.dumps({"messages": [{"role": "user", "content": "?"}]}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {api_key}"}
+        try:
+            urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body, headers))
+        except urllib.error.HTTPError:
+            time.sleep(4)  # goes on for longer than a call may take
+"""
+
+
+def test_a_slow_end_of_an_agent_after_a_limit_is_no_failure_of_its_world(tmp_path):
+    """A failure would be tried again and masked: an endless episode would be better than a low reward."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    pool = WorldPool({"a": WorldSpec(reference=f"agent:{tmp_path / 'agent.py'}:run", timeout_s=3.0)})
+    try:
+        ticket = pool.open("a", {})
+        assert isinstance(answers(pool, 1)[ticket], Opening)
+        assert isinstance(ask(pool, ticket, "an answer"), StepResult)
+        pool.finish(ticket)
+        assert answers(pool, 1)[ticket] == Ended(None)
+    finally:
+        pool.close()

@@ -301,6 +301,13 @@ def test_of_rewards_that_exclude_each_other_the_one_that_applies_is_what_can_be_
         for sample in range(2):
             record = replace(answer(draw, 1.0), breakdown=dict(zip(names, results, strict=True)), terms=terms)
             records.append(replace(record, rollout=replace(record.rollout, sample=sample)))
+    failed = replace(records[-1], reward=None, breakdown={}, terms=[], failure=FAILED)
+    unbounded = TaskMetrics(spec, GRPO(GRPOConfig()))
+    unbounded.declare({"refusal": UNIT, "over_refusal": PluginTraits()})
+    of_refusal = [r for r in records if isinstance(r.breakdown["refusal"], Score)]
+    rejected = replace(failed, failure=None, rollout=replace(failed.rollout, rejected=True))
+    for further, rate in (([], 1.0), ([failed], 1.0), ([rejected], 0.9)):  # in place of one of ten
+        assert unbounded.describe([*of_refusal, *further], held_out=True)["pass@1"].mean == rate
     assert own.reward_range == (0.0, 2.0)
     assert own.range_of(records) == (0.0, 1.0)
     held_out = own.describe(records, held_out=True)
