@@ -37,6 +37,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, require_extra
@@ -365,11 +367,17 @@ class MLflowTracker(Tracker):
         tags = {_DIRECTORY_TAG: tag, **_describe(parameters, self._directory)}
         if self._sweep is not None:
             tag = f"{socket.gethostname()}:{self._sweep}".replace("'", "_")[:_MAX_TAG]
-            found = self._client.search_runs([number], f"tags.`{_SWEEP_TAG}` = '{tag}'", max_results=1)
-            if not found:
-                parent = self._client.create_run(number, run_name=self._sweep.name, tags={_SWEEP_TAG: tag})
-                self._client.set_terminated(parent.info.run_id)
-                found = [parent]
+            with contextlib.ExitStack() as stack:
+                # runs of a sweep may start at once; without locks of files each has a parent of its own
+                with contextlib.suppress(OSError, NotImplementedError):
+                    stack.enter_context(FileLock(self._sweep / ".mlflow.lock", timeout=60))
+                found = self._client.search_runs([number], f"tags.`{_SWEEP_TAG}` = '{tag}'", max_results=1)
+                if not found:
+                    parent = self._client.create_run(
+                        number, run_name=self._sweep.name, tags={_SWEEP_TAG: tag}
+                    )
+                    self._client.set_terminated(parent.info.run_id)
+                    found = [parent]
             tags["mlflow.parentRunId"] = found[0].info.run_id
         return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
 

@@ -317,6 +317,31 @@ def test_an_experiment_that_another_run_makes_meanwhile_is_that_of_both(tmp_path
         assert _points(tmp_path, run.run_id, "x") == [(1, 1.0)]
 
 
+def test_runs_of_a_sweep_that_start_at_once_have_one_parent(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+    from sqlalchemy import event
+    from sqlalchemy.engine import Engine
+
+    MLflowTracker(tmp_path / "first", TrackingConfig(), None).start({})
+    runs = [MLflowTracker(tmp_path / "sweep" / name, TrackingConfig(), None) for name in "01"]
+    second = threading.Thread(target=runs[1].start, args=({},))
+
+    def meanwhile(*given: object) -> None:
+        if "INSERT INTO runs" in str(given[2]) and second.ident is None:
+            second.start()
+            second.join(3.0)  # it waits for the first
+
+    event.listen(Engine, "before_cursor_execute", meanwhile)
+    runs[0].start({})
+    second.join()
+    event.remove(Engine, "before_cursor_execute", meanwhile)
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
+    tags = [client.get_run(str(run.run_id)).data.tags for run in runs]
+    assert len({own["mlflow.parentRunId"] for own in tags}) == 1
+    for run in runs:
+        run.finish("finished")
+
+
 def test_what_was_not_sent_in_time_is_counted() -> None:
     started, done = threading.Event(), threading.Event()
 
