@@ -138,13 +138,16 @@ def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]
     left_out: dict[str, str] = {}
     for name, rows in sources.items():
         file = directory / f"{name}.jsonl"
-        file.unlink(missing_ok=True)
         try:
             lines = [json.dumps(dict(row)) + "\n" for row in rows()]
         except MultitaskRLError as error:
             left_out[name] = str(error)
+            file.unlink(missing_ok=True)
         else:
-            file.write_text("".join(lines), encoding="utf-8")
+            # a run that reads the rows meanwhile finds them whole
+            aside = file.with_suffix(f".{os.getpid()}")
+            aside.write_text("".join(lines), encoding="utf-8")
+            os.replace(aside, file)
     return left_out
 
 

@@ -1,6 +1,8 @@
 """The example on a real chat model: its generated rows, its tasks file, and its model where it can be had."""
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from string import Template
 
@@ -65,6 +67,31 @@ def test_only_the_right_values_of_an_extraction_score_one(generators):
         assert {result.value for result in reward.score(right)} == {1.0}
     others = exact.score([rollout(text, **row) for text, row in zip(wrong, rows, strict=True)])
     assert {result.value for result in others} == {0.0}
+
+
+def test_the_rows_stay_there_while_a_second_preparation_makes_them_anew(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    spec = importlib.util.spec_from_file_location("prepare_smollm2", EXAMPLE / "prepare.py")
+    prepare = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, prepare)
+    spec.loader.exec_module(prepare)
+
+    def make():
+        places = {"model": tmp_path, "data": tmp_path / "none", "leave_out": ["preference", "safety"]}
+        return prepare.prepare(tmp_path / "made", 0, tmp_path / "cache", **places)
+
+    file = make().directory / "data" / "instructions.jsonl"
+    rows, make_rows, seen = file.read_text(), prepare.instruction_rows, []
+
+    def watched(*arguments):
+        seen.append(file.is_file() and file.read_text() == rows)
+        return make_rows(*arguments)
+
+    monkeypatch.setattr(prepare, "instruction_rows", watched)
+    make()
+    assert seen == [True] * 3
+    assert file.read_text() == rows
+    assert all(path.suffix == ".jsonl" for path in file.parent.iterdir())
 
 
 def test_no_task_selects_by_the_split_test(tmp_path):
