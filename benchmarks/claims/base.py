@@ -14,8 +14,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -86,26 +87,28 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     waiting = [(arm, seed) for arm, seed in jobs if processes and done[arm.name, seed] is None]
     context, most = get_context("spawn"), claim.runs_per_process
     with ProcessPoolExecutor(max(1, processes), mp_context=context, max_tasks_per_child=most) as pool:
-        futures = {pool.submit(claim.run, arm, seed, options): (arm, seed) for arm, seed in waiting}
-        failed: BaseException | None = None
-        for number, future in enumerate(as_completed(futures), start=1):
-            if future.cancelled():
-                continue
-            arm, seed = futures[future]
-            if (error := future.exception()) is not None:
-                told = f"{arm.name} seed {seed} failed: {error!r}; the claim ends with the runs under way"
-                print(told, file=sys.stderr, flush=True)
-                failed = failed or error
-                for other in futures:
-                    other.cancel()
-                continue
-            metrics = future.result()
-            done[arm.name, seed] = metrics
-            _store(claim, arm, seed, options, metrics)
-            shown = ", ".join(f"{k} {v:.3f}" for k, v in list(metrics.items())[:6])
-            print(f"[{number}/{len(waiting)}] {arm.name} seed {seed}: {shown}", file=sys.stderr, flush=True)
-        if failed is not None:
-            raise failed
+        left, number, failed = iter(waiting), 0, list[BaseException]()
+        under_way: dict[Future[Metrics], tuple[Arm, int]] = {}
+        while True:
+            if not failed:
+                # a pool also begins what waits in its queue, and cannot cancel it once a process was killed
+                for arm, seed in islice(left, processes - len(under_way)):
+                    under_way[pool.submit(claim.run, arm, seed, options)] = arm, seed
+            if not under_way:
+                break
+            for future in wait(under_way, return_when=FIRST_COMPLETED).done:
+                arm, seed = under_way.pop(future)
+                number += 1
+                if (error := future.exception()) is not None:
+                    failed.append(error)
+                    told = f"failed: {error!r}; the claim ends with the runs under way"
+                else:
+                    metrics = done[arm.name, seed] = future.result()
+                    _store(claim, arm, seed, options, metrics)
+                    told = ", ".join(f"{k} {v:.3f}" for k, v in list(metrics.items())[:6])
+                print(f"[{number}/{len(waiting)}] {arm.name} seed {seed}: {told}", file=sys.stderr)
+    if failed:
+        raise failed[0]
     values: dict[str, dict[str, list[float]]] = {}
     for arm in chosen:
         rows = [done[arm.name, seed] or {} for seed in options.seeds]

@@ -55,11 +55,10 @@ def test_a_run_that_fails_ends_the_claim_and_what_was_under_way_is_kept(
     options = Options(seeds=range(9), steps=3, directory=tmp_path)
     with pytest.raises(ValueError, match="seed 1 is broken"):
         run_claim(claim, options, arms=["a"], processes=2)
-    assert "a seed 1 failed" in capfd.readouterr().err
+    assert "a seed 1: failed" in capfd.readouterr().err
     calls = {line.split()[1] for line in (tmp_path / "calls").read_text().splitlines()}
     kept = {file.stem for file in tmp_path.glob("example/*/*.json")}
-    assert kept == calls - {"1"} < set("0123456789")
-    assert len(calls) < 9, "what had not begun does not begin"
+    assert kept == calls - {"1"} <= {"0", "2"}, "what had not begun does not begin"
 
 
 def test_what_did_not_happen_survives_the_file() -> None:
