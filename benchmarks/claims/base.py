@@ -74,8 +74,9 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     """Run what is not yet done and return the result as it is written to ``results/<claim>.json``.
 
     Every finished (arm, seed) is kept below ``options.directory`` under a hash of what determines it, so that
-    an interrupted claim goes on where it was. With 0 ``processes`` nothing is run: the result has the arms of
-    which a seed has finished, and NaN for the other seeds.
+    an interrupted claim goes on where it was. The first run that fails ends the claim: runs under way are
+    kept, and none begins. With 0 ``processes`` nothing is run: the result has the arms of which a seed has
+    finished, and NaN for the other seeds.
     """
     chosen = [arm for arm in claim.arms if not arms or arm.name in arms]
     if not processes:

@@ -72,7 +72,7 @@ class WorldSpec:
         built = _instance(found, config, self.where)
         world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
         world.calls_left = self.max_tool_calls or None
-        if isinstance(world, AgentWorld):  # the call for what was earned must not be too late
+        if isinstance(world, AgentWorld):  # ``earned`` waits so long, and has ``timeout_s``
             world.grace_s = min(world.grace_s, self.timeout_s / 2)
         return world
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,12 +88,12 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
         MissingExtraError: ``peft`` is not installed.
     """
     peft = import_extra("peft", "peft", f"{directory} holds adapters and needs peft")
-    if is_other_base(Path(directory), base_of(model)):
+    # embeddings of a vocabulary that grew lie beside the adapters and replace the base's
+    if is_other_base(Path(directory), base_of(model, {n.removeprefix("base_model.model.") for n in weights})):
         raise ConfigError(
             f"the adapters of {directory} were trained over other weights than those of "
             f"{model.name_or_path}; name their base model in base_model_name_or_path of adapter_config.json"
         )
-    # embeddings that have grown (control tokens) lie beside the adapters
     embedding = next(name for name, own in model.named_modules() if own is model.get_input_embeddings())
     if (grown := weights.get(f"base_model.model.{embedding}.weight")) is not None:
         model.resize_token_embeddings(grown.shape[0], mean_resizing=False)
@@ -186,15 +186,16 @@ _SAMPLED = 64
 """Weights of each tensor that ``base_of`` looks at."""
 
 
-def base_of(model: nn.Module) -> dict[str, Any]:
+def base_of(model: nn.Module, replaced: Collection[str] = ()) -> dict[str, Any]:
     """Return ``dtype`` and ``means`` of the weights below the adapters of ``model``.
 
-    There is a mean for each tensor, of ``_SAMPLED`` or more of its values, or of all.
+    There is a mean for each tensor, of ``_SAMPLED`` or more of its values, or of all; None for those named in
+    ``replaced``.
     """
-    below = [value.detach() for name, value in model.named_parameters() if "lora_" not in name]
-    chosen = (value.reshape(-1)[:: max(1, value.numel() // _SAMPLED)] for value in below)
-    means = [float(values.double().mean()) for values in chosen]
-    return {"dtype": " ".join(sorted({str(value.dtype) for value in below})), "means": means}
+    below = {name: value.detach() for name, value in model.named_parameters() if "lora_" not in name}
+    chosen = {n: value.reshape(-1)[:: max(1, value.numel() // _SAMPLED)] for n, value in below.items()}
+    means = [None if n in replaced else float(values.double().mean()) for n, values in chosen.items()]
+    return {"dtype": " ".join(sorted({str(value.dtype) for value in below.values()})), "means": means}
 
 
 def save_base(base: Mapping[str, Any], directory: Path) -> None:
@@ -213,7 +214,7 @@ def is_other_base(directory: Path, base: Mapping[str, Any]) -> bool:
     known = json.loads(file.read_text(encoding="utf-8"))
     # weights of another type are rounded, so not compared; merging adapters rounds differently per processor
     pairs = zip(known["means"], base["means"], strict=False)
-    is_same = all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
+    is_same = all(b is None or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
     return known["dtype"] == base["dtype"] and not (is_same and len(known["means"]) == len(base["means"]))
 
 

@@ -145,8 +145,8 @@ class RunStore:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
         A fork has that of the run whose checkpoint it begins from. None with adapters: the base model is the
-        reference. If it ``follows`` the actor and the checkpoint holds it, that one is restored later, and
-        the first reference need not be there.
+        reference. One that ``follows`` the actor is restored later, from the checkpoint if this holds it:
+        then the one of the start may be missing.
 
         Raises:
             CheckpointError: it is damaged, cannot be written, or is missing and ``actor`` has been trained.

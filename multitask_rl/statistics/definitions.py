@@ -344,7 +344,7 @@ class TaskMetrics:
         first = [final[own[0]] for own in groups.values()]
         counted = [[i for i in own if math.isfinite(values[i])] for own in groups.values()]
         found: dict[str, _Column] = {}
-        # a slot without terms, failed or rejected, has the bar of all rewards together, which none may reach
+        # a failed or rejected slot has no terms: its bar is that of all rewards, which may be infinite
         able = [i for own in counted for i in own if not final[i].rollout.rejected] or range(len(final))
         if all(math.isfinite(bars[i]) for i in able):
             is_solved = [

@@ -186,7 +186,7 @@ def _make_database(path: Path) -> None:
     """
     if path.exists():
         return
-    # no number of a process: those of two containers are often the same
+    # not named by the process id, which processes in two containers may share
     aside = path.with_name(f".making_{path.name}.{uuid.uuid4().hex}")
     for left in path.parent.glob(f".making_{path.name}*"):
         with contextlib.suppress(FileNotFoundError):  # another run has made its own meanwhile
@@ -368,7 +368,7 @@ class MLflowTracker(Tracker):
         if self._sweep is not None:
             tag = f"{socket.gethostname()}:{self._sweep}".replace("'", "_")[:_MAX_TAG]
             with contextlib.ExitStack() as stack:
-                # runs of a sweep may start at once; without locks of files each has a parent of its own
+                # runs of a sweep may start together; where files cannot be locked, each may make a parent
                 with contextlib.suppress(OSError, NotImplementedError):
                     stack.enter_context(FileLock(self._sweep / ".mlflow.lock", timeout=60))
                 found = self._client.search_runs([number], f"tags.`{_SWEEP_TAG}` = '{tag}'", max_results=1)

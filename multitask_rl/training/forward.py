@@ -34,7 +34,7 @@ class _Picked(torch.autograd.Function):
     """Log-probabilities of ``targets`` [N], and of the whole vocabulary [N, V] without gradient.
 
     The backward pass makes the gradient of ``logits`` [N, V] in one tensor. Those of ``gather`` and
-    ``log_softmax`` make three, and memory traffic is most of the cost of a head besides its products.
+    ``log_softmax`` make three: memory traffic is most of what a head costs besides matrix products.
     """
 
     @staticmethod

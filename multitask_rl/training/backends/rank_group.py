@@ -489,7 +489,7 @@ class SpreadEngine(WrappedEngine):
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:
         super().__init__(engine)
         self._group = group
-        self.can_admit = False
+        self.can_admit = False  # requests are dealt to the ranks when a stream opens
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end (see ``RolloutEngine``)."""

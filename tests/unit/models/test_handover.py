@@ -12,7 +12,7 @@ import torch
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor, load_actor
+from multitask_rl.models.actor import Actor, load_actor, make_actor
 from multitask_rl.models.lora import MergedWeights
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -140,3 +140,18 @@ def test_adapters_find_their_base_from_anywhere_and_refuse_another(
     other.save(here / "base")
     with pytest.raises(ConfigError, match=r"adapters were trained over other weights than those of .*base"):
         load_actor(ModelConfig(name_or_path="adapters"), "cpu")
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize("tie", [True, False])
+def test_adapters_over_a_vocabulary_that_grew_in_python_are_merged(tmp_path: Path, tie: bool) -> None:
+    _actor(0, tie).save(tmp_path / "base")
+    grown = load_actor(ModelConfig(name_or_path=str(tmp_path / "base")), "cpu")
+    grown.model.resize_token_embeddings(11, mean_resizing=False)
+    actor = make_actor(grown.model, grown.tokenizer, ModelConfig(lora=LoraConfig(rank=2)))
+    actor.save(tmp_path / "adapters")
+    found = load_actor(ModelConfig(name_or_path=str(tmp_path / "adapters")), "cpu").state_dict()
+    expected = actor.state_dict()
+    assert found.keys() == expected.keys() - ({"lm_head.weight"} if tie else set())
+    assert all(torch.equal(expected[name], value) for name, value in found.items())
