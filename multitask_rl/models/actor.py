@@ -230,7 +230,7 @@ class Actor:
         else:
             self.model.save_pretrained(directory, safe_serialization=True)
         if self.config.lora.rank > 0:
-            save_base(self._base, directory)
+            save_base(self._base, self.model.get_base_model().name_or_path, directory)
         self.tokenizer.save_pretrained(directory)
 
     def keep_weights(self) -> Callable[[], Any]:

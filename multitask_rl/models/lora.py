@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,10 @@ def _named_model(name: str) -> str:
         raise ConfigError(
             f"{name} holds adapters that name no model; add base_model_name_or_path to adapter_config.json"
         )
+    noted = Path(name) / _BASE
+    if Path(base).is_absolute() and not Path(base).is_dir() and noted.is_file():
+        moved = (Path(name) / json.loads(noted.read_text(encoding="utf-8")).get("path", base)).resolve()
+        return str(moved) if moved.is_dir() else base
     return base
 
 
@@ -198,9 +203,13 @@ def base_of(model: nn.Module, replaced: Collection[str] = ()) -> dict[str, Any]:
     return {"dtype": " ".join(sorted({str(value.dtype) for value in below.values()})), "means": means}
 
 
-def save_base(base: Mapping[str, Any], directory: Path) -> None:
-    """Write what ``base_of`` returned beside the adapters in ``directory``."""
-    (directory / _BASE).write_text(json.dumps(base), encoding="utf-8")
+def save_base(base: Mapping[str, Any], name: str, directory: Path) -> None:
+    """Write what ``base_of`` returned of the model ``name`` beside the adapters in ``directory``.
+
+    If the model is a directory, its path relative to ``directory`` is noted for the case that both are moved.
+    """
+    path = {"path": os.path.relpath(name, directory.resolve())} if Path(name).is_absolute() else {}
+    (directory / _BASE).write_text(json.dumps({**base, **path}), encoding="utf-8")
 
 
 def is_other_base(directory: Path, base: Mapping[str, Any]) -> bool:

@@ -133,13 +133,19 @@ def test_adapters_find_their_base_from_anywhere_and_refuse_another(
     monkeypatch.chdir(elsewhere)
     found = load_actor(ModelConfig(name_or_path="adapters"), "cpu")
     assert all(torch.equal(expected[name], value) for name, value in found.state_dict().items())
+    tmp_path.joinpath("moved").mkdir()
+    monkeypatch.chdir(tmp_path / "moved")
+    for place in (here, elsewhere):
+        place.rename(Path(place.name))
+    found = load_actor(ModelConfig(name_or_path="elsewhere/adapters"), "cpu")
+    assert all(torch.equal(expected[name], value) for name, value in found.state_dict().items())
     other = _actor(0, True)
     with torch.no_grad():
         for parameter in other.model.parameters():
             parameter += 0.01
-    other.save(here / "base")
+    other.save(Path("here/base"))
     with pytest.raises(ConfigError, match=r"adapters were trained over other weights than those of .*base"):
-        load_actor(ModelConfig(name_or_path="adapters"), "cpu")
+        load_actor(ModelConfig(name_or_path="elsewhere/adapters"), "cpu")
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
