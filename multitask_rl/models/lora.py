@@ -215,16 +215,22 @@ def save_base(base: Mapping[str, Any], name: str, directory: Path) -> None:
 def is_other_base(directory: Path, base: Mapping[str, Any]) -> bool:
     """Return whether the adapters in ``directory`` were trained over other weights than those of ``base``.
 
-    ``base`` is what ``base_of`` returns. Nothing is known of adapters that another program wrote.
+    ``base`` is what ``base_of`` returns. False where it cannot be known: the weights have another type, or
+    another program wrote the adapters.
     """
     file = directory / _BASE
     if not file.is_file():
         return False
     known = json.loads(file.read_text(encoding="utf-8"))
-    # weights of another type are rounded, so not compared; merging adapters rounds differently per processor
-    pairs = zip(known["means"], base["means"], strict=False)
-    is_same = all(b is None or math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
-    return known["dtype"] == base["dtype"] and not (is_same and len(known["means"]) == len(base["means"]))
+    if known["dtype"] != base["dtype"]:
+        return False  # rounded weights cannot be compared
+    if len(known["means"]) != len(base["means"]):
+        return True
+    pairs = [(a, b) for a, b in zip(known["means"], base["means"], strict=True) if b is not None]
+    # merged adapters round differently per processor: in bfloat16 a few weights differ by their last bit
+    num_unlike = sum(not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
+    is_near = all(math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-5) for a, b in pairs)
+    return num_unlike > len(pairs) / 20 or not is_near
 
 
 def load_adapters(

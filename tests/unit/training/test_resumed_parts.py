@@ -11,7 +11,7 @@ from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, Optim
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import CheckpointError
 from multitask_rl.models.actor import Actor, load_actor
-from multitask_rl.models.lora import add_adapters, models_below
+from multitask_rl.models.lora import add_adapters, is_other_base, models_below, save_base
 from multitask_rl.records import SamplingParams
 from multitask_rl.step.task_state import TaskState, build_algorithms
 from multitask_rl.training.backend import LearnerTask
@@ -106,6 +106,16 @@ def test_adapters_over_a_model_with_adapters_merged_in_load_as_they_were_trained
     assert models_below(str(tmp_path / "third")) == [
         str(tmp_path / n) for n in ("third", "second", "first", "whole")
     ]
+
+
+def test_a_last_bit_of_bfloat16_in_few_tensors_is_no_other_base(tmp_path) -> None:
+    """Where adapters are merged, sums of another order round some weights of bfloat16 the other way."""
+    known = {"dtype": "torch.bfloat16", "means": [0.003 + index / 1e5 for index in range(200)]}
+    save_base(known, "", tmp_path)
+    bit = 0.03 * 2**-7 / 64  # of one weight, in the mean of 64
+    for number, size, is_other in ((2, bit, False), (200, bit, True), (1, 0.01, True)):
+        means = [mean + size * (index < number) for index, mean in enumerate(known["means"])]
+        assert is_other_base(tmp_path, {**known, "means": means}) == is_other
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
