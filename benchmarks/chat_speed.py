@@ -2,6 +2,8 @@
 
     python benchmarks/chat_speed.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json sampling.json
     python benchmarks/chat_speed.py --engines ours-step-float32 trl-step-float32 --steps 3 --json step.json
+    DATA=runs/smollm2/prepared/data     # of ``make real``
+    python benchmarks/chat_speed.py --group 8 --rows $DATA/{math,instructions,safety,extraction}.jsonl
 
 Sampling compares our engine with ``model.generate``, vLLM and ``products``, the matrix products of decoding
 alone, which no engine can leave out: the limit of this machine. A step compares our trainer with TRL's
@@ -40,6 +42,9 @@ def main() -> None:
     parser.add_argument("--model", default="runs/smollm2/cache/SmolLM2-135M-Instruct", help="directory")
     parser.add_argument("--engines", nargs="+", default=ENGINES, metavar="ENGINE", help=HELP)
     parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument(
+        "--rows", nargs="*", type=Path, default=[], metavar="FILE", help="JSON lines with the prompts"
+    )
     parser.add_argument("--group", type=int, default=4, help="answers to each")
     parser.add_argument("--new-tokens", type=int, default=64, help="at most, of an answer")
     parser.add_argument("--steps", type=int, default=5)
@@ -51,6 +56,8 @@ def main() -> None:
     given = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     given += ["--model", str(Path(args.model).resolve()), "--threads", str(args.threads)]
     given += ["--steps", str(args.steps + WARMUP)]
+    if args.rows:
+        given += ["--rows", *(str(file.resolve()) for file in args.rows)]
     for engine in args.engines:
         kind = engine.rpartition("-")[0]
         python = trl_python() if kind == "trl-step" else sys.executable
@@ -86,7 +93,13 @@ def main() -> None:
                     found = statistics.median(mine / its for mine, its in pairs)
                     ratios.setdefault(name, {})[other.name] = round(found, 3)
     result: dict[str, Any] = {
-        "settings": {**sizes, "threads": args.threads, "steps": args.steps, "model": Path(args.model).name},
+        "settings": {
+            **sizes,
+            "rows": [file.name for file in args.rows],
+            "threads": args.threads,
+            "steps": args.steps,
+            "model": Path(args.model).name,
+        },
         "tokens_per_s": {
             name: {clock: round(statistics.median(rates(side, clock)), 1) for clock in ("cpu_s", "step_s")}
             for name, side in sides.items()

@@ -30,7 +30,7 @@ def prompt_ids(step: int) -> list[list[int]]:
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
-        for text in questions(step, args.prompts)
+        for text in questions(step, args.prompts, args.rows)
     ]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 TEMPERATURE = 0.7
 LEARNING_RATE = 2e-5
@@ -24,11 +27,16 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="directory")
     for size in ("prompts", "group", "new-tokens", "threads", "steps"):
         parser.add_argument(f"--{size}", type=int, required=True)
+    parser.add_argument("--rows", nargs="*", default=[], help="JSON lines with prompts, instead of QUESTIONS")
     return parser.parse_args()
 
 
-def questions(step: int, count: int) -> list[str]:
-    """Return the prompts of a step: equal ones of two steps differ in their number."""
+def questions(step: int, count: int, files: Sequence[str] = ()) -> list[str]:
+    """Return a step's prompts: from each of ``files`` in turn, or ``QUESTIONS`` with the step's number."""
+    if files:
+        pools = [[json.loads(line)["prompt"] for line in Path(f).read_text().splitlines()] for f in files]
+        places = range(step * count, (step + 1) * count)
+        return [pools[i % len(pools)][i // len(pools)] for i in places]
     chosen = [QUESTIONS[i % len(QUESTIONS)] + " " * (i // len(QUESTIONS)) for i in range(count)]
     return [f"({step}) {text}" for text in chosen]
 

@@ -35,7 +35,8 @@ def config(folder: Path) -> RunConfig:
     (folder / "chat_prompts.py").write_text(Path(__file__).with_name("chat_prompts.py").read_text())
     tasks: dict[str, Any] = {}
     for number in range(NUM_TASKS):
-        texts = [t for step in range(args.steps) for t in questions(step, args.prompts)[number::NUM_TASKS]]
+        steps = [questions(step, args.prompts, args.rows) for step in range(args.steps)]
+        texts = [text for own in steps for text in own[number::NUM_TASKS]]
         rows = folder / f"task{number}.jsonl"
         rows.write_text("".join(json.dumps({"prompt": t}) + "\n" for t in texts))
         tasks[f"task{number}"] = {
