@@ -227,8 +227,10 @@ def is_other_base(directory: Path, base: Mapping[str, Any]) -> bool:
     if len(known["means"]) != len(base["means"]):
         return True
     pairs = [(a, b) for a, b in zip(known["means"], base["means"], strict=True) if b is not None]
-    # merged adapters round differently per processor: in bfloat16 a few weights differ by their last bit
     num_unlike = sum(not math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-7) for a, b in pairs)
+    if known["dtype"] == str(torch.float32):
+        return num_unlike > 0
+    # merged adapters round differently per processor: a few low-precision weights differ by their last bit
     is_near = all(math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-5) for a, b in pairs)
     return num_unlike > len(pairs) / 20 or not is_near
 

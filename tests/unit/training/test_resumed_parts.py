@@ -116,6 +116,9 @@ def test_a_last_bit_of_bfloat16_in_few_tensors_is_no_other_base(tmp_path) -> Non
     for number, size, is_other in ((2, bit, False), (200, bit, True), (1, 0.01, True)):
         means = [mean + size * (index < number) for index, mean in enumerate(known["means"])]
         assert is_other_base(tmp_path, {**known, "means": means}) == is_other
+    save_base({**known, "dtype": "torch.float32"}, "", tmp_path)
+    first, *rest = known["means"]
+    assert is_other_base(tmp_path, {"dtype": "torch.float32", "means": [first + bit, *rest]})
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
