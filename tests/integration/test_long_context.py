@@ -31,6 +31,6 @@ def test_a_step_at_32k_tokens_and_memory_that_grows_with_the_slice_of_logits(tmp
     peaks = {int(size): peak for size, peak in found["peaks_mib"].items()}
     small, middle, large = (peaks[size] for size in SLICES)
     for growth in ((middle - small) / (16 - 2), (large - middle) / (32 - 16)):
-        # logits, log-probabilities, their exponentials, products, gradients: five of a slice
-        assert 3.0 < growth < 7.0, f"MiB per MiB of slice, peaks {peaks}"
+        # logits, log-probabilities, and their exponentials or the gradient: three of a slice
+        assert 2.0 < growth < 4.0, f"MiB per MiB of slice, peaks {peaks}"
     assert small < found["all_logits_mib"], "less than a single copy of all logits"
