@@ -13,8 +13,9 @@ from trl import GRPOConfig, GRPOTrainer
 from workload import answer, await_turn
 
 args = arguments(__doc__)
-PASS_ROWS = min(32, args.prompts * args.group)
-"""Responses of a forward and backward pass: 32 take 11 to 13 GiB."""
+ROWS = args.prompts * args.group
+PASS_ROWS = max(number for number in range(1, 33) if ROWS % number == 0)
+"""Responses of a forward and backward pass: 32 take 11 to 13 GiB. A step has ``ROWS``, whatever they are."""
 torch.set_num_threads(args.threads)
 set_seed(0)
 
@@ -61,7 +62,7 @@ with tempfile.TemporaryDirectory() as output:
             bf16=args.engine.endswith("bfloat16"),
             fp16=False,
             per_device_train_batch_size=PASS_ROWS,
-            gradient_accumulation_steps=args.prompts * args.group // PASS_ROWS,
+            gradient_accumulation_steps=ROWS // PASS_ROWS,
             num_generations=args.group,
             max_completion_length=args.new_tokens,
             max_steps=args.steps,

@@ -35,7 +35,9 @@ from multitask_rl.training.eight_bit import BLOCK
 from multitask_rl.training.forward import SLICE_CELLS
 
 LOGIT_COPIES = 3
-"""Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json)."""
+"""Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json).
+
+An entropy bonus has two more; they are not counted."""
 KEPT_BESIDE = 4
 """Checkpoints that may stay beside the newest: two judged good, the best, and that of the former tasks."""
 BYTES_PER_TOKEN = 90

@@ -32,5 +32,5 @@ def test_a_step_at_32k_tokens_and_memory_that_grows_with_the_slice_of_logits(tmp
     small, middle, large = (peaks[size] for size in SLICES)
     for growth in ((middle - small) / (16 - 2), (large - middle) / (32 - 16)):
         # logits, log-probabilities, and their exponentials or the gradient: three of a slice
-        assert 2.0 < growth < 4.0, f"MiB per MiB of slice, peaks {peaks}"
+        assert 2.5 < growth < 4.0, f"MiB per MiB of slice, peaks {peaks}"
     assert small < found["all_logits_mib"], "less than a single copy of all logits"

@@ -14,7 +14,7 @@ from multitask_rl_rewards.marks import mark_around
 from multitask_rl_rewards.text import render, strip_thinking
 
 PERSONA = (
-    "You play a person who writes to an assistant. What this person wants: {goal}\n"
+    "You play a person who writes to an assistant. This person wants: {goal}\n"
     "Write this person's first message now. Then answer each message of the assistant as this person would, "
     "in one or two sentences. Give a detail only when the assistant asks for it. When the person has what "
     "they want, or cannot get it here, say so and write {stop}. Only your own messages are the person's "
