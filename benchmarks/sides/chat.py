@@ -107,16 +107,20 @@ def products() -> Callable[[list[list[int]], int], int]:
 
     The answers are no answers. Prompts, attention, norms, activations and sampling are left out.
     """
+    from multitask_rl.rollout.snapshot import PackedLinear, can_pack
+
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, dtype)).eval()
-    weights = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
     rows = args.prompts * args.group
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype) for w in weights}
+    inputs = {m.in_features: torch.randn(rows, m.in_features, dtype=m.weight.dtype) for m in layers}
+    if dtype == "bfloat16" and can_pack(torch.device("cpu")):
+        layers = [PackedLinear(layer) for layer in layers]
 
     def sample(prompts: list[list[int]], step: int) -> int:
         with torch.inference_mode():
             for _ in range(args.new_tokens):
-                for weight in weights:
-                    torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+                for layer in layers:
+                    layer(inputs[layer.in_features])
         return rows * args.new_tokens
 
     return sample

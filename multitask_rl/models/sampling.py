@@ -7,6 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+
+BLOCK = 128
+"""Tokens of the vocabulary that ``invert`` sums first."""
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
@@ -126,16 +130,35 @@ def sample_tokens(
         tokens = logits.argmax(dim=-1)
         return tokens, probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
     probabilities = keep_top(logits / temperature, top_k, top_p).softmax(dim=-1)
-    cumulative = probabilities.cumsum(dim=-1)
-    threshold = uniforms.unsqueeze(-1) * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True)
-    # u * total can round up to the total itself: the last token with mass, not one past it
-    tokens.clamp_(max=logits.shape[-1] - 1)
+    tokens = invert(probabilities, uniforms)
     chosen = probabilities.gather(-1, tokens)
     if bool((chosen == 0).any()):
         tokens = nearest_possible(tokens, probabilities)
         chosen = probabilities.gather(-1, tokens)
     return tokens.squeeze(-1), chosen.squeeze(-1).log()
+
+
+def invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Return per row the token in whose part of the cumulative distribution ``uniforms`` [B] lies: [B, 1].
+
+    First the block of tokens is found, then the token in it: a CPU sums [B, V] by blocks ten times as fast as
+    it computes all cumulative sums. By rounding, a token may be returned that has no probability.
+
+    Args:
+        probabilities: [B, V].
+        uniforms: in [0, 1).
+    """
+    size = probabilities.shape[-1]
+    width = min(size, BLOCK)
+    blocks = pad(probabilities, (0, -size % width)).view(len(probabilities), -1, width)
+    masses = blocks.sum(dim=-1).cumsum(dim=-1)
+    threshold = uniforms.unsqueeze(-1) * masses[:, -1:]
+    # u * total can round up to the total itself: the last block with mass, not one past it
+    block = torch.searchsorted(masses, threshold, right=True).clamp_(max=blocks.shape[1] - 1)
+    before = pad(masses, (1, 0)).gather(-1, block)
+    within = blocks.gather(1, block.unsqueeze(-1).expand(-1, -1, width)).squeeze(1).cumsum(dim=-1)
+    token = torch.searchsorted(within, threshold - before, right=True).clamp_(max=width - 1)
+    return (block * width + token).clamp_(max=size - 1)
 
 
 def nearest_possible(tokens: Tensor, probabilities: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 An overlapped run samples the next batch during an update, which must not change the engine's weights. Of a
 sharded actor no process has all weights. The copy may also hold the weights of linear layers in bfloat16: on
 a CPU sampling is faster, and the importance weights correct the difference. ``update_weights`` fills the copy
-again.
+again. On a CPU with instructions for bfloat16 these weights are kept in the order that oneDNN multiplies in.
 """
 
 from __future__ import annotations
@@ -66,11 +66,55 @@ def build_engine(
         double.config = replace(actor.config, autocast=True)
     built = engine.build(double, config, seed=seed, output_dir=output_dir)
     if kind == "bfloat16":
-        for name, module in double.model.named_modules():
+        for name, module in list(double.model.named_modules()):
             # adapters are small, and an embedding that the output head is tied to stays as it is
-            if type(module) is nn.Linear and "lora_" not in name:
+            if type(module) is not nn.Linear or "lora_" in name:
+                continue
+            if can_pack(module.weight.device):
+                double.model.set_submodule(name, PackedLinear(module))
+            else:
                 module.weight = nn.Parameter(module.weight.detach().to(torch.bfloat16))
     return SnapshotEngine(built, source=actor, double=double.model)
+
+
+def can_pack(device: torch.device) -> bool:
+    """Return whether ``PackedLinear`` works on ``device``: an x86 CPU with instructions for bfloat16."""
+    known = torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return device.type == "cpu" and bool(known and torch.backends.mkldnn.enabled)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer in bfloat16, for inference, whose weight has the order in which oneDNN multiplies it.
+
+    ``nn.Linear`` brings its weight into this order at every call. That takes a third of the time of a product
+    with few rows and a tenth with 64. The outputs are the same, bit for bit.
+
+    Args:
+        linear: what to compute; its bias is shared.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.pack(linear.weight)
+
+    def pack(self, weight: Tensor) -> None:
+        """Take over ``weight`` [out, in] of any dtype."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(torch.bfloat16))
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] bfloat16, a new tensor in the ordinary order."""
+        whole: Tensor = self._packed.to_dense()
+        return whole
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return [..., out] bfloat16 of ``states`` [..., in]."""
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(
+            states.to(torch.bfloat16), self._packed, bias, "none", [], ""
+        )
+        return out
 
 
 class SnapshotEngine(WrappedEngine):
@@ -82,11 +126,19 @@ class SnapshotEngine(WrappedEngine):
     def __init__(self, engine: RolloutEngine, *, source: Actor, double: Any) -> None:
         super().__init__(engine)
         self._source, self._double = source, double
+        self._packed = {
+            f"{name}.weight": module
+            for name, module in double.named_modules()
+            if isinstance(module, PackedLinear)
+        }
 
     @torch.no_grad()
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Copy the present weights of ``source``; ``weights`` is empty and not read."""
         own = self._double.state_dict()
         for name, value in self._source.changing_weights().items():
-            own[name].copy_(value)
+            if name in self._packed:
+                self._packed[name].pack(value)
+            else:
+                own[name].copy_(value)
         super().update_weights(weights, policy_version)

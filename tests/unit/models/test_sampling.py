@@ -1,7 +1,8 @@
+import numpy as np
 import pytest
 import torch
 
-from multitask_rl.models.sampling import draw_uniforms, keep_top, nearest_possible, sample_tokens
+from multitask_rl.models.sampling import draw_uniforms, invert, keep_top, nearest_possible, sample_tokens
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 
@@ -65,6 +66,22 @@ def test_inverting_the_distribution_takes_the_right_interval():
         for u in (first - 1e-4, first + 1e-4)
     )
     assert (below, above) == (0, 1)
+
+
+@pytest.mark.parametrize("size", [5, 128, 1000, 50257])
+def test_the_token_is_that_of_the_cumulative_distribution_in_float64(size):
+    generator = torch.Generator().manual_seed(size)
+    probabilities = (3 * torch.randn(64, size, generator=generator)).softmax(-1)
+    uniforms = torch.rand(64, generator=generator)
+    bounds = probabilities.double().numpy().cumsum(axis=-1)
+    targets = uniforms.double().numpy() * bounds[:, -1]
+    expected = [
+        np.searchsorted(row, target, side="right") for row, target in zip(bounds, targets, strict=True)
+    ]
+    # a uniform nearer to a bound than float32 tells may fall on either side of it
+    clear = np.abs(bounds - targets[:, None]).min(axis=-1) > 1e-6
+    assert clear.sum() > 56
+    assert invert(probabilities, uniforms).squeeze(-1)[clear].tolist() == np.array(expected)[clear].tolist()
 
 
 def test_temperature_zero_is_greedy_with_the_plain_logprobs():

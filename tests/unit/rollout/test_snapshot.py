@@ -12,7 +12,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Event, SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
-from multitask_rl.rollout.snapshot import SnapshotEngine, build_engine
+from multitask_rl.rollout.snapshot import PackedLinear, SnapshotEngine, build_engine, can_pack
 from multitask_rl.testing import FakeEngine
 
 HALF = RolloutConfig(engine_config={"weights": "bfloat16"})
@@ -58,6 +58,20 @@ def test_a_copy_in_bfloat16_samples_as_autocast_does_and_changes_with_its_update
     own.update_weights({}, 5)
     assert own.policy_version == 5
     assert sampled(own) == autocast_sample(actor) != first
+
+
+@pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="this CPU has no instructions for bfloat16")
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_layer_gives_the_bits_of_a_linear_layer_under_autocast(bias):
+    linear = torch.nn.Linear(72, 200, bias=bias)
+    packed = PackedLinear(linear)
+    for rows in (1, 5, 64):
+        states = torch.randn(rows, 3, 72)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(packed(states), linear(states))
+    assert torch.equal(packed.weight, linear.weight.to(torch.bfloat16))
+    packed.pack(2 * linear.weight)
+    assert torch.equal(packed.weight, (2 * linear.weight).to(torch.bfloat16))
 
 
 def test_an_overlapped_run_samples_from_a_copy_of_either_kind():
