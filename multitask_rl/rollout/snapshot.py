@@ -66,10 +66,10 @@ def build_engine(
         double.config = replace(actor.config, autocast=True)
     built = engine.build(double, config, seed=seed, output_dir=output_dir)
     if kind == "bfloat16":
-        for name, module in list(double.model.named_modules()):
-            # adapters are small, and an embedding that the output head is tied to stays as it is
-            if type(module) is not nn.Linear or "lora_" in name:
-                continue
+        # adapters are small, and an embedding that the output head is tied to stays as it is
+        linear = [n for n, m in double.model.named_modules() if type(m) is nn.Linear and "lora_" not in n]
+        for name in linear:  # names: a list of modules would keep all weights in float32 until the end
+            module: Any = double.model.get_submodule(name)
             if can_pack(module.weight.device):
                 double.model.set_submodule(name, PackedLinear(module))
             else:
