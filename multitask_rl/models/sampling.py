@@ -141,8 +141,8 @@ def sample_tokens(
 def invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """Return per row the token in whose part of the cumulative distribution ``uniforms`` [B] lies: [B, 1].
 
-    First the block of tokens is found, then the token in it: a CPU sums [B, V] by blocks ten times as fast as
-    it computes all cumulative sums. By rounding, a token may be returned that has no probability.
+    First the block of tokens is found, then the token in it: a CPU sums [B, V] by blocks sooner than it
+    computes all cumulative sums. By rounding, a token may be returned that has no probability.
 
     Args:
         probabilities: [B, V].

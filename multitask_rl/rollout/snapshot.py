@@ -86,8 +86,8 @@ def can_pack(device: torch.device) -> bool:
 class PackedLinear(nn.Module):
     """A linear layer in bfloat16, for inference, whose weight has the order in which oneDNN multiplies it.
 
-    ``nn.Linear`` brings its weight into this order at every call. That takes a third of the time of a product
-    with few rows and a tenth with 64. The outputs are the same, bit for bit.
+    ``nn.Linear`` brings its weight into this order at every call, which counts most in products of few rows.
+    The outputs are the same, bit for bit.
 
     Args:
         linear: what to compute; its bias is shared.
