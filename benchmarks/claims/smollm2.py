@@ -29,6 +29,7 @@ from statistics import variance
 from typing import Any
 
 import yaml
+from filelock import FileLock
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
 from claims.guard import ALARMS
@@ -218,10 +219,11 @@ def summarise(before: Values, after: Values) -> Metrics:
 def base_values(run: Run) -> Values:
     """Return the values of the untrained model on the seed's test prompts; the arms share them."""
     file = run.options.directory / "smollm2" / "base" / run.mixture / f"{run.seed}-{run.num_test}.json"
-    if not file.is_file():
-        values = test_values(run, run.prepared["actor"])
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(values), encoding="utf-8")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):  # another process may need them, too
+        if not file.is_file():
+            values = test_values(run, run.prepared["actor"])
+            file.write_text(json.dumps(values), encoding="utf-8")
     found: Values = json.loads(file.read_text(encoding="utf-8"))
     return found
 
@@ -311,7 +313,8 @@ def _build(run: Run, steps: int) -> Trainer:
 def _branch(run: Run, folder: Path) -> None:
     """Copy the first steps, which some arms share, to ``folder``; make them where they are not there yet."""
     before = Run(arm=Arm(name="shared"), seed=run.seed, options=run.options)
-    with _build(before, PLANT_AT) as trainer:
+    before.folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(before.folder / ".lock"), _build(before, PLANT_AT) as trainer:
         trainer.train()
     del trainer
     gc.collect()

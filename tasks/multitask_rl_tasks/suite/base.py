@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,8 +89,10 @@ def build_rows(task: SuiteTask, *, seed: int, split: Split, num_rows: int) -> li
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> Path:
-    """Write rows as JSON lines and return the path."""
+    """Write rows as JSON lines and return the path; a run that reads a former file goes on reading it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with aside.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    os.replace(aside, path)
     return path

@@ -4,6 +4,7 @@ from itertools import islice
 
 import pytest
 
+from multitask_rl.data.readers import read_file
 from multitask_rl.errors import DataError
 from multitask_rl_tasks.suite import SUITE, build_rows, is_held_out, write_rows
 from multitask_rl_tasks.suite.base import iterate_rows
@@ -40,6 +41,16 @@ def test_rows_survive_json_and_carry_task_and_prompt(task, tmp_path):
     lines = write_rows(tmp_path / "new" / "rows.jsonl", rows).read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
     assert all(row["task"] == task.name for row in rows)
+
+
+def test_a_run_goes_on_reading_the_rows_it_began_with_while_they_are_written_anew(tmp_path):
+    rows = build_rows(SUITE["sort"], seed=0, split="train", num_rows=20)
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    read = read_file(file)
+    write_rows(file, rows[::-1])
+    assert list(read) == rows
+    assert list(read_file(file)) == rows[::-1]
+    assert [*tmp_path.iterdir()] == [file]
 
 
 @TASKS
