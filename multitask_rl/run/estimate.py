@@ -32,7 +32,7 @@ from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
 from multitask_rl.training.checkpoint import model_directory
 from multitask_rl.training.eight_bit import BLOCK
-from multitask_rl.training.forward import SLICE_CELLS
+from multitask_rl.training.forward import KEPT_BYTES, SLICE_CELLS
 
 LOGIT_COPIES = 3
 """Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json).
@@ -233,8 +233,9 @@ def activation_bytes(
     if shape.trainable < shape.parameters:  # adapters: the output of every product once more
         per_layer += 3 * shape.hidden + shape.key_value + 2 * shape.inner
     per_token = shape.layers * (shape.hidden if is_checkpointed else per_layer) + per_layer * is_checkpointed
-    logits = min(SLICE_CELLS, (tokens if answers is None else answers) * shape.vocabulary)
-    return float(tokens * per_token * width + 4 * LOGIT_COPIES * logits)
+    logits = (tokens if answers is None else answers) * shape.vocabulary
+    head = 4 * LOGIT_COPIES * min(SLICE_CELLS, logits) + min(KEPT_BYTES, width * logits)
+    return float(tokens * per_token * width + head)
 
 
 def moment_bytes(trainable: int, width: int, *, packed: bool = False) -> float:

@@ -1,7 +1,7 @@
 """One forward over a micro-batch: log-probabilities, entropy and hidden states of response tokens.
 
-The language-model head computes slices of the response tokens, and again in the backward pass, so that no
-tensor of all tokens times the vocabulary exists.
+The language-model head computes slices of the response tokens. Of the first slices the probabilities are kept
+for the backward pass, which computes the others again: no tensor of all tokens times the vocabulary exists.
 
 Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width.
 """
@@ -26,35 +26,41 @@ from multitask_rl.training.shared_prompt import read_shared
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
+KEPT_BYTES = 2**27
+"""Of the probabilities that are kept."""
 LOWEST = -1e9
 """Takes the place of a log-probability of -inf: 0 * -inf is NaN, in the gradient too."""
 
 
 class _Picked(torch.autograd.Function):
-    """Log-probabilities of ``targets`` [N], and of the whole vocabulary [N, V] without gradient.
+    """Log-probabilities of ``targets`` [N], and the entropy [N] without gradient, of ``logits`` [N, V].
 
-    The backward pass makes the gradient of ``logits`` [N, V] in one tensor. Those of ``gather`` and
-    ``log_softmax`` make three: memory traffic is most of what a head costs besides matrix products.
+    The backward pass makes the gradient of ``logits`` in one tensor. Those of ``gather`` and ``log_softmax``
+    make three: memory traffic is most of what a head costs besides matrix products. The probabilities wait
+    for it in the dtype ``kept``, that of the head's output: its gradient is rounded to this dtype anyway.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of the targets, and of all tokens."""
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the targets, and the entropy."""
         logprobs = logits.log_softmax(dim=-1)
         picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-        ctx.save_for_backward(logprobs.clamp_(min=LOWEST), targets)
-        ctx.mark_non_differentiable(logprobs)
+        probabilities = logprobs.exp()
+        entropy = -logprobs.clamp_(min=LOWEST).mul_(probabilities).sum(dim=-1)
+        ctx.save_for_backward(probabilities.to(kept), picked, targets)
+        ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
-        return picked, logprobs
+        return picked, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
         """Return the gradient of the logits: ``gradient * (onehot(target) - p)``."""
-        logprobs, targets = ctx.saved_tensors
-        factor = gradient.unsqueeze(-1)
-        found = logprobs.exp().mul_(-factor)
-        return found.scatter_add_(-1, targets.unsqueeze(-1), factor), None
+        probabilities, picked, targets = ctx.saved_tensors
+        found = probabilities * -gradient.unsqueeze(-1)
+        # of the target from float32: in bfloat16 a probability of 0.999 is 1
+        own = -gradient * picked.expm1()
+        return found.scatter_(-1, targets.unsqueeze(-1), own.unsqueeze(-1)), None, None
 
 
 @dataclass(kw_only=True)
@@ -106,16 +112,14 @@ def forward_tokens(
     def score(
         part: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logits = part if head is None else head(part)
-        logits = _before_filter(logits, sampling, sequence, allowed)
+        given = part if head is None else head(part)
+        logits = _before_filter(given, sampling, sequence, allowed)
         filtered = _filtered(logits, sampling, sequence, targets)
         if entropy_gradient:
             logprobs = filtered.log_softmax(dim=-1)
             entropy = -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(dim=-1)
             return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy, logits
-        picked, logprobs = _Picked.apply(filtered, targets)  # type: ignore[no-untyped-call]
-        with torch.no_grad():
-            entropy = -logprobs.exp().mul_(logprobs).sum(dim=-1)
+        picked, entropy = _Picked.apply(filtered, targets, given.dtype)  # type: ignore[no-untyped-call]
         return picked, entropy, logits
 
     # a head in parts may have no rows between passes
@@ -126,17 +130,20 @@ def forward_tokens(
         kept = logits if want_logits else None
         return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=kept, hidden=hidden)
     slices = zip(*(torch.split(one, size) for one in (before, batch.sequence, batch.targets)), strict=True)
-    # a slice keeps its hidden states alone; the backward pass computes it again
-    parts = [
-        checkpoint(
-            lambda *given: score(*given)[:2],
-            *given,
-            None if mask is None else mask.slice(number * size, (number + 1) * size),
-            use_reentrant=False,
-            preserve_rng_state=False,
+    kind = before.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else before.dtype
+    # with a gradient the entropy keeps several tensors of that size
+    most = 0 if entropy_gradient else KEPT_BYTES // (width * dtype.itemsize)
+    parts = []
+    for number, given in enumerate(slices):
+        own = (*given, None if mask is None else mask.slice(number * size, (number + 1) * size))
+        if (number + 1) * size <= most:
+            parts.append(score(*own)[:2])
+            continue
+        # it keeps its hidden states alone; the backward pass computes it again
+        parts.append(
+            checkpoint(lambda *s: score(*s)[:2], *own, use_reentrant=False, preserve_rng_state=False)
         )
-        for number, given in enumerate(slices)
-    ]
     return TokenOutputs(
         logprobs=torch.cat([p for p, _ in parts]), entropy=torch.cat([e for _, e in parts]), hidden=hidden
     )

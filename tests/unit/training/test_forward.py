@@ -56,10 +56,14 @@ class RowsOfLogits(TorchDispatchMode):
 
 @pytest.mark.parametrize("layout", ["bucketed", "packed", "shared"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_slices_change_neither_values_nor_gradients(layout, tied, monkeypatch):
+@pytest.mark.parametrize("kept", ["entropy", 0, 2 * ROWS, 10**9])
+def test_slices_change_neither_values_nor_gradients(layout, tied, kept, monkeypatch):
     model = build_model(tied=tied)
-    whole = run(model, layout, sliced=False, monkeypatch=monkeypatch)
-    slices = run(model, layout, sliced=True, monkeypatch=monkeypatch)
+    learns = {"entropy_gradient": kept == "entropy", "monkeypatch": monkeypatch}
+    if kept != "entropy":
+        monkeypatch.setattr(forward, "KEPT_BYTES", kept * 4 * model.config.vocab_size)
+    whole = run(model, layout, sliced=False, **learns)
+    slices = run(model, layout, sliced=True, **learns)
     assert torch.allclose(slices[0], whole[0], atol=1e-6)
     assert torch.allclose(slices[1], whole[1], atol=1e-6)
     scale = max(float(g.abs().max()) for g in whole[2])
@@ -72,10 +76,36 @@ def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(monkeypatch):
     rows = {}
     for sliced in (True, False):
         with RowsOfLogits(model.config.vocab_size) as seen:
-            run(model, "shared", sliced=sliced, monkeypatch=monkeypatch)
+            for learns in (True, False):
+                run(model, "shared", sliced=sliced, monkeypatch=monkeypatch, entropy_gradient=learns)
         rows[sliced] = seen.most
     assert rows[False] >= TOKENS
     assert rows[True] <= ROWS
+
+
+@pytest.mark.parametrize("kept", [0, 10**9])
+def test_a_head_in_bfloat16_learns_as_much_from_tokens_it_is_sure_of(kept, monkeypatch):
+    model = build_model(tied=False)
+    head = model.get_output_embeddings()
+    head.weight.data *= 150.0
+    monkeypatch.setattr(forward, "KEPT_BYTES", kept)
+    monkeypatch.setattr(forward, "SLICE_CELLS", 9 * model.config.vocab_size)
+    prompts = [[3 + i, j] for i in range(36) for j in (5, 9, 17, 30)]
+    with torch.no_grad():
+        last = torch.stack([model(torch.tensor([p])).logits[0, -1] for p in prompts])
+    # in bfloat16 such a probability is 1, and the gradient would be 0
+    sure = [i for i, p in enumerate(last.softmax(-1).amax(-1).tolist()) if 0.999 < p < 0.99999]
+    assert len(sure) > 9
+    chosen = [prompts[i] for i in sure], [[int(last[i].argmax())] for i in sure]
+    (batch,) = build_microbatches(*chosen, max_tokens=10**6, layout="packed", pad_token_id=0)
+    gradients = []
+    for is_bfloat16 in (False, True):
+        head.weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_bfloat16):
+            forward_tokens(model, batch, [SamplingParams()] * len(sure)).logprobs.sum().backward()
+        gradients.append(head.weight.grad)
+    gap = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    assert gap < 0.2
 
 
 def test_an_entropy_nobody_learns_from_has_no_gradient(monkeypatch):
