@@ -137,7 +137,7 @@ def forward_tokens(
     parts = []
     for number, given in enumerate(slices):
         own = (*given, None if mask is None else mask.slice(number * size, (number + 1) * size))
-        if (number + 1) * size <= most:
+        if number * size + len(given[0]) <= most:
             parts.append(score(*own)[:2])
             continue
         # it keeps its hidden states alone; the backward pass computes it again

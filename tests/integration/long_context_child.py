@@ -143,12 +143,12 @@ def peak_mib() -> float:
     return int(status.partition("VmHWM:")[2].split()[0]) / 1024
 
 
-def learn(directory: Path, slice_cells: int, tokens: int = MEASURED) -> None:
+def learn(directory: Path, slice_cells: int, tokens: int = MEASURED, kept_bytes: int = 0) -> None:
     """Compute log-probabilities of so many response tokens and their gradient.
 
     In sixteen samples: what grows with the slice is the logits, and attention would take most of the time.
     """
-    forward.SLICE_CELLS = slice_cells
+    forward.SLICE_CELLS, forward.KEPT_BYTES = slice_cells, kept_bytes
     model = Qwen2ForCausalLM.from_pretrained(directory)
     model.gradient_checkpointing_enable()
     responses = [[3 + (7 * i + k) % 60 for i in range(tokens // 16)] for k in range(16)]
@@ -161,7 +161,7 @@ def learn(directory: Path, slice_cells: int, tokens: int = MEASURED) -> None:
 
 def main() -> None:
     """Train, then learn with slices of the given MiB, in ascending order."""
-    directory = Path(sys.argv[1])
+    directory, kept = Path(sys.argv[1]), forward.KEPT_BYTES
     result: dict[str, object] = train(directory)
     torch.set_num_threads(2)
     slices = [int(x) for x in sys.argv[2:]]
@@ -172,6 +172,10 @@ def main() -> None:
         start = reset_peak()
         learn(directory / "wide", size * 2**18)
         peaks[size] = peak_mib() - start
+    start = reset_peak()
+    learn(directory / "wide", slices[0] * 2**18, kept_bytes=kept)
+    result["kept_mib"] = kept / 2**20
+    result["with_kept_mib"] = peak_mib() - start
     print(json.dumps({**result, "peaks_mib": peaks, "all_logits_mib": MEASURED * VOCABULARY * 4 / 2**20}))
 
 

@@ -34,3 +34,5 @@ def test_a_step_at_32k_tokens_and_memory_that_grows_with_the_slice_of_logits(tmp
         # logits, log-probabilities, and their exponentials or the gradient: three of a slice
         assert 2.5 < growth < 4.0, f"MiB per MiB of slice, peaks {peaks}"
     assert small < found["all_logits_mib"], "less than a single copy of all logits"
+    more = found["with_kept_mib"] - small
+    assert 0.5 * found["kept_mib"] < more < 1.1 * found["kept_mib"], "the probabilities that are kept"
