@@ -30,6 +30,7 @@ CLAIMS = {
     "overoptimisation": "claims.overoptimisation",
     "turns": "claims.turns",
     "smollm2": "claims.smollm2",
+    "smollm2_guard": "claims.smollm2_guard",
     "smollm2_static": "claims.smollm2_static",
     "smollm2_long": "claims.smollm2_long",
     "smollm2_mixture": "claims.smollm2_mixture",

@@ -312,7 +312,8 @@ def _build(run: Run, steps: int) -> Trainer:
 
 def _branch(run: Run, folder: Path) -> None:
     """Copy the first steps, which some arms share, to ``folder``; make them where they are not there yet."""
-    before = Run(arm=Arm(name="shared"), seed=run.seed, options=run.options)
+    settings = {"run": run.arm.settings.get("run", {})}
+    before = Run(arm=Arm(name="shared", settings=settings), seed=run.seed, options=run.options)
     before.folder.mkdir(parents=True, exist_ok=True)
     with FileLock(before.folder / ".lock"), _build(before, PLANT_AT) as trainer:
         trainer.train()

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, Bucket, RowGrid, SharedPromptCache
-from multitask_rl.models.trial import TRIAL_ERRORS, trial_tolerance
+from multitask_rl.models.trial import TRIAL_ERRORS, trial_ids, trial_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -336,9 +336,8 @@ def _try(
 
     The prompts differ in length, two are equal, and one row leaves after the first token.
     """
-    size = int(model.config.get_text_config().vocab_size)
-    prompts = [[i % size for i in row] for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
-    answers = [[i % size for i in row] for row in ([2, 8, 6], [9, 5, 3], [4, 6, 8])]
+    prompts = [trial_ids(model, row) for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
+    answers = [trial_ids(model, row) for row in ([2, 8, 6], [9, 5, 3], [4, 6, 8])]
     found: list[tuple[list[int], Tensor]] = []
     rows = [0, 1, 2]
     try:

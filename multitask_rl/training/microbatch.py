@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.errors import TrainingError
-from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_tolerance
+from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_ids, trial_tolerance
 from multitask_rl.training.shared_prompt import BLOCK_CELLS, SharedPart, cut_by_length, cut_prompts, make_part
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,9 @@ def supports_packing(model: Any) -> bool:
     # chunks count from the start of the row; the trial's few tokens would not show it
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return False
-    size, device = int(config.vocab_size), next(model.parameters()).device
-    sample, befores = [(7 * i + 3) % size for i in range(10)], ([5, 3, 9, 4, 2, 8], [1, 6, 4, 7, 9, 3])
+    device = next(model.parameters()).device
+    sample = trial_ids(model, range(3, 73, 7))
+    befores = [trial_ids(model, row) for row in ([5, 3, 9, 4, 2, 8], [1, 6, 4, 7, 9, 3])]
 
     def score(*samples: list[int]) -> Tensor:
         """Return the logits at the last sample's tokens, where samples before it would leak."""
@@ -220,7 +221,7 @@ def supports_packing(model: Any) -> bool:
     try:
         with evaluating(model):
             alone = score(sample)
-            first, second = (score([i % size for i in before], sample) for before in befores)
+            first, second = (score(before, sample) for before in befores)
     except TRIAL_ERRORS as error:
         logger.info("samples cannot be packed: %s", error)
         return False

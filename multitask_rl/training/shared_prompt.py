@@ -22,7 +22,7 @@ from torch import Tensor
 from multitask_rl.attention.block import BLOCKS, Block, Blocks, keep_until_backward, mask_of
 from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.attention.interface import has_windows, use_attention
-from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_tolerance
+from multitask_rl.models.trial import TRIAL_ERRORS, evaluating, trial_ids, trial_tolerance
 
 logger = logging.getLogger(__name__)
 
@@ -265,10 +265,9 @@ def supports_shared_prompts(model: Any) -> bool:
     # the trial's few tokens would not show a window
     if getattr(model, "_is_stateful", False) or not can_be_replaced or has_windows(model):
         return False
-    size = int(model.config.get_text_config().vocab_size)
     # two groups with prompts of two lengths, and a sample with a prompt of its own
-    prompts = [[i % size for i in row] for row in 2 * [[5, 3, 9, 4]] + 2 * [[7, 1]] + [[8, 2, 6]]]
-    responses = [[i % size for i in row] for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3], [1, 7], [3, 9, 4, 5])]
+    prompts = [trial_ids(model, row) for row in 2 * [[5, 3, 9, 4]] + 2 * [[7, 1]] + [[8, 2, 6]]]
+    responses = [trial_ids(model, row) for row in ([2, 8, 6], [9, 5], [4, 6, 8, 3], [1, 7], [3, 9, 4, 5])]
     try:
         device = next(model.parameters()).device
         part, order = make_part(range(5), prompts, responses, 0, BLOCK_CELLS["cuda"])

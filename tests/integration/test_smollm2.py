@@ -62,6 +62,21 @@ def test_the_model_answers_in_its_chat_format(directory):
     assert answer.finish_reason == "stop"
 
 
+def test_rounding_is_far_below_the_limit_of_a_trial(directory, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    from multitask_rl.rollout import decoder
+    from multitask_rl.training import shared_prompt
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval()
+    for module in (decoder, shared_prompt):
+        assert module.trial_tolerance(model) == 1e-3
+        monkeypatch.setattr(module, "trial_tolerance", lambda _: 2e-5)
+    assert decoder.can_share_prompts(model)
+    assert decoder.can_decode_cached(model)
+    assert shared_prompt.supports_shared_prompts(model)
+
+
 @pytest.mark.realdata
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not at {DATA} (MULTITASK_RL_DATA)")

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
-from multitask_rl.models.trial import evaluating, trial_tolerance
+from multitask_rl.models.trial import evaluating, trial_ids, trial_tolerance
 from multitask_rl.records import SamplingParams
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.ranks import Ranks
@@ -365,9 +365,9 @@ def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
     Raises:
         ConfigError: the model cannot be run in parts, or differs from the whole one's ``expected``.
     """
-    size, what = int(model.config.get_text_config().vocab_size), f"{passes.settings}: {type(model).__name__}"
-    prompts = [[(7 * i + 3 * row) % size for i in range(11 - row)] for row in range(2)]
-    responses = [[(5 * i + row) % size for i in range(6 + row)] for row in range(2)]
+    what = f"{passes.settings}: {type(model).__name__}"
+    prompts = [trial_ids(model, [7 * i + 3 * row for i in range(11 - row)]) for row in range(2)]
+    responses = [trial_ids(model, [5 * i + row for i in range(6 + row)]) for row in range(2)]
     outputs = []
     try:
         with evaluating(model), passes.attention([model]) or contextlib.nullcontext():
