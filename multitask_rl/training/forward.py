@@ -47,7 +47,9 @@ class _Picked(torch.autograd.Function):
         picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         probabilities = logprobs.exp()
         entropy = -logprobs.clamp_(min=LOWEST).mul_(probabilities).sum(dim=-1)
-        ctx.save_for_backward(probabilities.to(kept), picked, targets)
+        if kept.itemsize < probabilities.element_size():  # a head in float64 has logits in float32, too
+            probabilities = probabilities.to(kept)
+        ctx.save_for_backward(probabilities, picked, targets)
         ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         return picked, entropy

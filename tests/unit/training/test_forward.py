@@ -71,6 +71,16 @@ def test_slices_change_neither_values_nor_gradients(layout, tied, kept, monkeypa
         assert float((found - expected).abs().max()) <= 1e-6 * scale
 
 
+def test_a_model_in_float64_learns_the_same(monkeypatch):
+    found = [
+        run(model, "packed", sliced=True, monkeypatch=monkeypatch, entropy_gradient=False)
+        for model in (build_model(), build_model().double())
+    ]
+    scale = max(float(g.abs().max()) for g in found[0][2])
+    for narrow, wide in zip(found[0][2], found[1][2], strict=True):
+        assert float((narrow - wide).abs().max()) <= 1e-5 * scale
+
+
 def test_no_tensor_of_all_tokens_times_the_vocabulary_exists(monkeypatch):
     model = build_model(vocab_size=211)  # as wide as nothing else
     rows = {}
