@@ -1,6 +1,6 @@
-"""The guard on the chat model, with as many held-out prompts as the example has and time to fall.
+"""The guard on the chat model, with as many held-out prompts as the example has.
 
-The faults of ``smollm2``: after 8 steps the rewards of one task become 1 minus the reward, for good.
+The fault is that of ``smollm2``: after 8 steps the rewards of one task become 1 minus the reward, for good.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from claims.base import Arm, Claim
 from claims.smollm2 import FOUND_WITHIN, VICTIM, prepare, render, run_arm
 
 RUN = {"eval": {"num_prompts": 64}}
-"""In ``smollm2`` 24: a task that falls from 0.34 to 0.13 there is no evidence that the guard accepts."""
+"""``smollm2`` has 24: a fall from 0.34 to 0.13 is then too little evidence for an alarm."""
 
 CLAIM = Claim(
     name="smollm2_guard",

@@ -27,7 +27,7 @@ from multitask_rl.training.shared_prompt import read_shared
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
 KEPT_BYTES = 2**27
-"""Of the probabilities that are kept."""
+"""Of the probabilities that are kept for the backward pass of a micro-batch, at most."""
 LOWEST = -1e9
 """Takes the place of a log-probability of -inf: 0 * -inf is NaN, in the gradient too."""
 
