@@ -33,36 +33,48 @@ LOWEST = -1e9
 
 
 class _Picked(torch.autograd.Function):
-    """Log-probabilities of ``targets`` [N], and the entropy [N] without gradient, of ``logits`` [N, V].
+    """Log-probabilities of ``targets`` [N], and the entropy [N] without gradient, of ``filtered`` [N, V].
 
-    The backward pass makes the gradient of ``logits`` in one tensor. Those of ``gather`` and ``log_softmax``
-    make three: memory traffic is most of what a head costs besides matrix products. The probabilities wait
-    for it in the dtype ``kept``, that of the head's output: its gradient is rounded to this dtype anyway.
+    ``filtered`` are the ``logits`` with -inf where a filter drops a token, never a target. The gradient is of
+    ``logits`` and 0 there, as the probability is.
+
+    The backward pass makes this gradient in one tensor. Those of ``gather`` and ``log_softmax`` make three:
+    memory traffic is most of what a head costs besides matrix products. The probabilities wait for it in the
+    type that ``_kept_type`` says for ``given``, the type of the head's output.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, kept: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, filtered: Tensor, targets: Tensor, given: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of the targets, and the entropy."""
-        logprobs = logits.log_softmax(dim=-1)
+        logprobs = filtered.log_softmax(dim=-1)
         picked = logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         probabilities = logprobs.exp()
         entropy = -logprobs.clamp_(min=LOWEST).mul_(probabilities).sum(dim=-1)
-        if kept.itemsize < probabilities.element_size():  # a head in float64 has logits in float32, too
-            probabilities = probabilities.to(kept)
-        ctx.save_for_backward(probabilities, picked, targets)
+        ctx.save_for_backward(probabilities.to(_kept_type(given)), picked, targets)
         ctx.mark_non_differentiable(entropy)
         ctx.set_materialize_grads(False)
         return picked, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor, None, None, None]:
         """Return the gradient of the logits: ``gradient * (onehot(target) - p)``."""
         probabilities, picked, targets = ctx.saved_tensors
         found = probabilities * -gradient.unsqueeze(-1)
         # of the target from float32: in bfloat16 a probability of 0.999 is 1
         own = -gradient * picked.expm1()
-        return found.scatter_(-1, targets.unsqueeze(-1), own.unsqueeze(-1)), None, None
+        return found.scatter_(-1, targets.unsqueeze(-1), own.unsqueeze(-1)), None, None, None
+
+
+def _kept_type(given: torch.dtype) -> torch.dtype:
+    """Return in which type the probabilities of logits of the type ``given`` wait for the backward pass.
+
+    In bfloat16 the gradient of such logits is rounded to bfloat16 anyway. float16 has no numbers below 6e-8,
+    and the scale of the loss makes larger gradients of them.
+    """
+    return given if given == torch.bfloat16 else torch.float32
 
 
 @dataclass(kw_only=True)
@@ -89,6 +101,7 @@ def forward_tokens(
     want_hidden: bool = False,
     want_logits: bool = False,
     entropy_gradient: bool = False,
+    keep: bool = True,
     mask: TokenMask | None = None,
 ) -> TokenOutputs:
     """Run ``model`` and return log-probabilities of the response tokens under the sampled distribution.
@@ -100,6 +113,7 @@ def forward_tokens(
         want_hidden: also return the last hidden states (for value heads).
         want_logits: also return all logits, which takes memory.
         entropy_gradient: let gradients flow through the entropy.
+        keep: keep probabilities for the backward pass, which else computes all slices again.
         mask: what grammars allow at the response tokens.
     """
     split = split_head(model)
@@ -116,12 +130,14 @@ def forward_tokens(
     ) -> tuple[Tensor, Tensor, Tensor]:
         given = part if head is None else head(part)
         logits = _before_filter(given, sampling, sequence, allowed)
-        filtered = _filtered(logits, sampling, sequence, targets)
         if entropy_gradient:
+            filtered = _filtered(logits, sampling, sequence, targets)
             logprobs = filtered.log_softmax(dim=-1)
             entropy = -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(dim=-1)
             return logprobs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy, logits
-        picked, entropy = _Picked.apply(filtered, targets, given.dtype)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            filtered = _filtered(logits, sampling, sequence, targets)
+        picked, entropy = _Picked.apply(logits, filtered, targets, given.dtype)  # type: ignore[no-untyped-call]
         return picked, entropy, logits
 
     # a head in parts may have no rows between passes
@@ -134,12 +150,18 @@ def forward_tokens(
     slices = zip(*(torch.split(one, size) for one in (before, batch.sequence, batch.targets)), strict=True)
     kind = before.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else before.dtype
+    # autocast casts a frozen head again for every slice, and each kept slice would keep a copy
+    weight = None if head is None else head.weight
+    is_cached = weight is not None and weight.requires_grad and torch.is_autocast_cache_enabled()
+    is_cast = weight is not None and weight.dtype != dtype and not is_cached
     # with a gradient the entropy keeps several tensors of that size
-    most = 0 if entropy_gradient else KEPT_BYTES // (width * dtype.itemsize)
+    can_keep = keep and not entropy_gradient and not is_cast
+    most = KEPT_BYTES // (width * _kept_type(dtype).itemsize) if can_keep else 0
     parts = []
     for number, given in enumerate(slices):
         own = (*given, None if mask is None else mask.slice(number * size, (number + 1) * size))
-        if number * size + len(given[0]) <= most:
+        # a grammar's mask keeps tensors of that size, too
+        if own[-1] is None and number * size + len(given[0]) <= most:
             parts.append(score(*own)[:2])
             continue
         # it keeps its hidden states alone; the backward pass computes it again

@@ -246,7 +246,8 @@ class ModelRunner:
         """Run the actor over one micro-batch of ``samples``; ``wants``: see ``forward_tokens``."""
         offload = self._config.model.activation_offload and torch.is_grad_enabled()
         with self._autocast(), ActivationOffload(self.actor.model) if offload else contextlib.nullcontext():
-            return self._forward(self.actor.model, batch, samples, **wants)
+            # each slice that is kept would copy its cast of the head to the host, too
+            return self._forward(self.actor.model, batch, samples, keep=not offload, **wants)
 
     @torch.no_grad()
     def reference_logprobs(self, samples: Sequence[TrainSample], task: str = "") -> list[Tensor]:

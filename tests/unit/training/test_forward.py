@@ -1,9 +1,11 @@
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from model_builders import build_model
+from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams
 from multitask_rl.training import forward
 from multitask_rl.training.forward import forward_tokens, response_hidden, split_head
@@ -116,6 +118,64 @@ def test_a_head_in_bfloat16_learns_as_much_from_tokens_it_is_sure_of(kept, monke
         gradients.append(head.weight.grad)
     gap = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
     assert gap < 0.2
+
+
+def waiting(model, sampling, *, mask=None):
+    """Return the bytes of tensors as wide as the vocabulary that wait for a backward pass, weights apart."""
+    width = model.config.vocab_size
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found = {}
+
+    def pack(tensor):
+        memory = tensor.untyped_storage()
+        if width in tensor.shape and memory.data_ptr() not in weights:
+            found[memory.data_ptr()] = memory
+        return tensor
+
+    (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout="packed", pad_token_id=0)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward_tokens(model, batch, [sampling] * len(PROMPTS), mask=mask).logprobs.sum()
+    return sum(memory.nbytes() for memory in found.values())
+
+
+@pytest.mark.parametrize("way", ["plain", "nucleus", "grammar", "adapters", "no cache"])
+def test_no_more_waits_for_the_backward_pass_than_is_said(way, monkeypatch):
+    model = build_model(vocab_size=211)  # as wide as nothing else
+    limit = 3 * ROWS * 211 * 4
+    monkeypatch.setattr(forward, "SLICE_CELLS", ROWS * 211)
+    monkeypatch.setattr(forward, "KEPT_BYTES", limit)
+    mask = None
+    if way == "grammar":
+        none, row = torch.zeros(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.long)
+        whole = torch.full((1, 27), 255, dtype=torch.uint8)
+        mask = TokenMask(torch.arange(TOKENS), whole, row, none)
+    if way == "adapters":  # autocast casts a frozen head for every slice
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    nucleus = SamplingParams(top_p=0.8, temperature=0.7, suppressed_ids=(2,))
+    sampling = nucleus if way == "nucleus" else SamplingParams()
+    is_cast = way in ("adapters", "no cache")
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_cast, cache_enabled=way != "no cache"):
+        held = waiting(model, sampling, mask=mask)
+    if way in ("plain", "nucleus"):
+        assert held == limit
+    assert held <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_small_probabilities_have_a_gradient_under_a_scaled_loss(dtype):
+    model, whole = build_model(tied=False).to(dtype), build_model(tied=False).double()
+    for head in (model.get_output_embeddings(), whole.get_output_embeddings()):
+        head.weight.data *= 96
+    logprobs = whole(torch.tensor([[3, 9]])).logits[0, -1].log_softmax(-1)
+    logprobs[5].backward()
+    (batch,) = build_microbatches([[3, 9]], [[5]], max_tokens=10**6, layout="packed", pad_token_id=0)
+    scale = 2.0**16
+    (scale * forward_tokens(model, batch, [SamplingParams()]).logprobs.sum()).backward()
+    rare = (logprobs.exp() > 1e-9) & (logprobs.exp() < 2e-8)
+    assert rare.sum() > 2
+    found = model.get_output_embeddings().weight.grad[rare].double() / scale
+    expected = whole.get_output_embeddings().weight.grad[rare]
+    assert float((found - expected).norm()) < 0.1 * float(expected.norm())
 
 
 def test_an_entropy_nobody_learns_from_has_no_gradient(monkeypatch):

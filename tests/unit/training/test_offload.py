@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from model_builders import build_model
-from multitask_rl.training.runner import ActivationOffload
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from model_builders import build_actor, build_model
+from multitask_rl.config.run import ModelConfig, RunConfig
+from multitask_rl.training import forward
+from multitask_rl.training.critic import Critic
+from multitask_rl.training.microbatch import build_microbatches
+from multitask_rl.training.runner import ActivationOffload, ModelRunner
 
 IDS = torch.randint(2, 40, (3, 50), generator=torch.Generator().manual_seed(0))
 
@@ -58,3 +65,30 @@ def test_an_expanded_part_of_larger_rows_is_not_copied() -> None:
         scaled = x * rows[..., :1].expand(2, 3, 1)
     saved = scaled.grad_fn._saved_other
     assert (saved.data_ptr(), saved.stride()) == (rows.data_ptr(), (8, 0, 1))
+
+
+class CopiesOfWeights(TorchDispatchMode):
+    """The number of copies into a tensor of the shape of the head, or of its transpose."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shapes, self.number = {tuple(shape), tuple(shape)[::-1]}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.number += tuple(args[0].shape) in self.shapes
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_head_in_slices_is_not_copied_under_autocast(monkeypatch) -> None:
+    actor = build_actor(vocab_size=211)
+    monkeypatch.setattr(forward, "SLICE_CELLS", 8 * 211)
+    config = RunConfig(model=ModelConfig(autocast=True, activation_offload=True))
+    runner = ModelRunner(actor, Critic(), config)
+    responses = [[3 + i + j for j in range(20)] for i in range(3)]
+    (batch,) = build_microbatches([[5, 6]] * 3, responses, max_tokens=10**6, layout="packed", pad_token_id=0)
+    head = actor.model.get_output_embeddings().weight
+    with CopiesOfWeights(head.shape) as seen:
+        out = runner.forward(replace(batch, indices=[]), [])
+    out.logprobs.sum().backward()
+    assert seen.number == 0
