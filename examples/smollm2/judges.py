@@ -22,6 +22,7 @@ from multitask_rl.models.actor import load_actor
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl_rewards.refusal import is_refusal
 
@@ -63,6 +64,8 @@ class JudgeSettings:
     answers: int = 384
     """Prompts that the chat model itself answers for the classifier."""
     answer_tokens: int = 24
+    bfloat16: bool = False
+    """Whether products are in bfloat16: where the CPU has instructions for them."""
     seed: int = 0
 
 
@@ -175,7 +178,8 @@ def _mixed(rows: Sequence[Row], settings: JudgeSettings, number: int) -> list[Ro
 def _answers(model: Path, prompts: Sequence[str], settings: JudgeSettings) -> list[str]:
     """Return one sampled answer of the chat model to each prompt."""
     actor = load_actor(ModelConfig(name_or_path=str(model), dtype="float32"), "cpu")
-    engine = HFEngine.build(actor, RolloutConfig(), seed=settings.seed, output_dir=model)
+    config = RolloutConfig(engine_config={"weights": "bfloat16" if settings.bfloat16 else "actor"})
+    engine = build_engine(HFEngine, actor, config, seed=settings.seed, output_dir=model)
     sampling = SamplingParams(max_new_tokens=settings.answer_tokens, temperature=0.7)
     tokenizer, requests = actor.tokenizer, []
     for index, prompt in enumerate(prompts):
@@ -229,8 +233,9 @@ class _Judge:
         encoded = self._tokenizer(
             texts, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt"
         )
-        logits: Tensor = self._model(**encoded, use_cache=False).logits
-        return logits
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._settings.bfloat16):
+            logits: Tensor = self._model(**encoded, use_cache=False).logits
+        return logits.float()
 
     def predict(self, exchanges: Sequence[Exchange]) -> Tensor:
         """Return [N, L] logits without gradient."""

@@ -201,6 +201,8 @@ def _make_judge(
     import torch
     from judges import JudgeSettings, save_reward_model, save_safety_classifier
 
+    from multitask_rl.models.actor import multiplies_bfloat16
+
     torch.set_num_threads(1)
     file = directory / "data" / ("preference.jsonl" if judge == "reward_model" else "safety.jsonl")
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -211,6 +213,7 @@ def _make_judge(
         number=round(effort * settings.number),
         answers=round(effort * settings.answers),
         test_number=max(16, round(effort * settings.test_number)),
+        bfloat16=multiplies_bfloat16("cpu"),
     )
 
     def build(target: Path) -> dict[str, Any]:
