@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, variance
+from statistics import fmean
 from typing import Any
 
 from multitask_rl.guard.settings import SafetyGuardConfig
@@ -22,8 +22,9 @@ _WINDOW = 8
 """Number of evaluations in a trend."""
 _MIN_KENDALL = 16
 """Least Mann-Kendall statistic of a trend (largest: 28); chance reaches it in 3 % of windows."""
-_MIN_STEPS_FOR_TREND = 9
+_MIN_STEPS_FOR_TREND = 5
 _RISING_Z = 2.0
+"""Mann-Kendall statistic in standard errors, above which a task's training reward rises from step to step."""
 _METRICS = ("length", "entropy", "kl")
 """Keys of ``TaskStats.metrics`` that are kept."""
 
@@ -54,19 +55,17 @@ class StepHistory:
     def find_culprit(self, victim: str, since: int) -> str:
         """Return the task that likely caused the fall of ``victim`` in the steps from ``since`` on.
 
-        It is the victim itself if its training reward rose meanwhile (the mean of the last third of its
-        rewards lies two standard errors above that of the first third): its reward is then hacked, flipped
-        or corrupt. Otherwise it is the other task with the most groups with a gradient, or the victim if
-        no other task had any. If no task had any, the result is "".
+        It is the victim itself if its training reward rose meanwhile (Mann-Kendall test over at least five
+        steps): its reward is then hacked, flipped or corrupt. Otherwise it is the other task with the most
+        groups with a gradient, or the victim if no other task had any. If no task had any, the result is "".
         """
         steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
-        rewards = [entry["reward"] for entry in steps if math.isfinite(entry["reward"])]
-        if len(rewards) >= _MIN_STEPS_FOR_TREND:
-            third = len(rewards) // 3
-            first, last = rewards[:third], rewards[-third:]
-            error = math.sqrt((variance(first) + variance(last)) / third)
-            if fmean(last) - fmean(first) > _RISING_Z * error:
-                return victim
+        # rounded: a mean and its shift leave an error of rounding, which is no rise
+        rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
+        n = len(rewards)
+        error = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+        if n >= _MIN_STEPS_FOR_TREND and kendall_score(rewards) - 1 > _RISING_Z * error:
+            return victim
         updates = {
             task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= since)
             for task, entries in self._steps.items()

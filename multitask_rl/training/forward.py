@@ -1,7 +1,8 @@
 """One forward over a micro-batch: log-probabilities, entropy and hidden states of response tokens.
 
-The language-model head computes slices of the response tokens. Of the first slices the probabilities are kept
-for the backward pass, which computes the others again: no tensor of all tokens times the vocabulary exists.
+The language-model head computes slices of the response tokens; on a CPU the operations after it go through
+blocks of a slice. Of the first slices the probabilities are kept for the backward pass, which computes the
+others again: no tensor of all tokens times the vocabulary exists.
 
 Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width.
 """
@@ -26,6 +27,9 @@ from multitask_rl.training.shared_prompt import read_shared
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
+BLOCK_CELLS = 2**20
+"""Logits that an operation after the head reads at once on a CPU, for each thread: they fit its cache and use
+freed memory again. For larger tensors the system makes new pages, filled with zeros, in every operation."""
 KEPT_BYTES = 2**27
 """Of the probabilities that are kept for the backward pass of a micro-batch, at most."""
 LOWEST = -1e9
@@ -125,10 +129,13 @@ def forward_tokens(
         before, head = _run(split[0], batch)[0], split[1]
         hidden = before if want_hidden else None
 
-    def score(
-        part: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
+    # a head in parts may have no rows between passes
+    width = before.shape[-1] if head is None else int(model.config.get_text_config().vocab_size)
+    block = max(1, torch.get_num_threads() * (BLOCK_CELLS // width))
+
+    def score_block(
+        given: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        given = part if head is None else head(part)
         logits = _before_filter(given, sampling, sequence, allowed)
         if entropy_gradient:
             filtered = _filtered(logits, sampling, sequence, targets)
@@ -140,13 +147,27 @@ def forward_tokens(
         picked, entropy = _Picked.apply(logits, filtered, targets, given.dtype)  # type: ignore[no-untyped-call]
         return picked, entropy, logits
 
-    # a head in parts may have no rows between passes
-    width = before.shape[-1] if head is None else int(model.config.get_text_config().vocab_size)
+    def score(
+        part: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None
+    ) -> tuple[Tensor, ...]:
+        given = part if head is None else head(part)
+        if given.device.type != "cpu" or len(given) <= block:
+            return score_block(given, sequence, targets, allowed)[:2]
+        found = []
+        blocks = zip(*(torch.split(one, block) for one in (given, sequence, targets)), strict=True)
+        for number, (logits, *own) in enumerate(blocks):
+            chosen = None if allowed is None else allowed.slice(number * block, (number + 1) * block)
+            found.append(score_block(logits, own[0], own[1], chosen)[:2])
+        return tuple(torch.cat(one) for one in zip(*found, strict=True))
+
+    if want_logits:
+        given = before if head is None else head(before)
+        logprobs, entropy, logits = score_block(given, batch.sequence, batch.targets, mask)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=logits, hidden=hidden)
     size = max(1, SLICE_CELLS // width)
-    if want_logits or len(before) <= size:
-        logprobs, entropy, logits = score(before, batch.sequence, batch.targets, mask)
-        kept = logits if want_logits else None
-        return TokenOutputs(logprobs=logprobs, entropy=entropy, logits=kept, hidden=hidden)
+    if len(before) <= size:
+        logprobs, entropy = score(before, batch.sequence, batch.targets, mask)
+        return TokenOutputs(logprobs=logprobs, entropy=entropy, hidden=hidden)
     slices = zip(*(torch.split(one, size) for one in (before, batch.sequence, batch.targets)), strict=True)
     kind = before.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else before.dtype
@@ -162,12 +183,10 @@ def forward_tokens(
         own = (*given, None if mask is None else mask.slice(number * size, (number + 1) * size))
         # a grammar's mask keeps tensors of that size, too
         if own[-1] is None and number * size + len(given[0]) <= most:
-            parts.append(score(*own)[:2])
+            parts.append(score(*own))
             continue
         # it keeps its hidden states alone; the backward pass computes it again
-        parts.append(
-            checkpoint(lambda *s: score(*s)[:2], *own, use_reentrant=False, preserve_rng_state=False)
-        )
+        parts.append(checkpoint(score, *own, use_reentrant=False, preserve_rng_state=False))
     return TokenOutputs(
         logprobs=torch.cat([p for p, _ in parts]), entropy=torch.cat([e for _, e in parts]), hidden=hidden
     )

@@ -137,6 +137,25 @@ def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() 
     assert history.find_culprit("math", since=0) == "chat"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "culprit"),
+    [
+        ([0.0, 0.667, 0.719, 0.875, 0.938, 0.953, 1.0], "math"),  # flipped rewards in a run of a chat model
+        ([0.51, 0.68, 0.573, 0.828, 0.961, 0.938, 1.0], "math"),
+        ([0.4, 0.5, 0.45, 0.48, 0.43, 0.52, 0.46], "chat"),
+        ([0.1, 0.2, 0.3, 0.4], "chat"),  # so few steps rise by chance
+        ([0.1 + 0.02 * min(i, 10) - 0.03 * max(0, i - 10) for i in range(20)], "chat"),
+    ],
+)
+def test_a_task_whose_training_reward_rose_is_its_own_culprit_after_a_few_steps(rewards, culprit) -> None:
+    history = StepHistory(50)
+    for step, reward in enumerate([0.2, *rewards]):  # the step from the last good weights does not count
+        math_task = TaskStats(task="math", num_prompts=8, num_informative=2, reward_mean=reward)
+        chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
+        history.record(step, {"math": math_task, "chat": chat})
+    assert history.find_culprit("math", since=0) == culprit
+
+
 def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
     history = StepHistory(50)
     for step in range(30):

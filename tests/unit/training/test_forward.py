@@ -23,16 +23,19 @@ SAMPLING = [
 TOKENS = sum(map(len, RESPONSES))
 ROWS = 40
 """Tokens in a slice."""
+BLOCK = 7
+"""Tokens in a block of one thread: the last block of a slice is shorter."""
 
 
-def run(model, layout, *, sliced, monkeypatch, entropy_gradient=True):
+def run(model, layout, *, sliced, monkeypatch, entropy_gradient=True, mask_of=lambda batch: None):
     """Return log-probabilities, entropies and the gradient of a sum that weighs every token differently."""
     vocabulary = model.config.vocab_size
     monkeypatch.setattr(forward, "SLICE_CELLS", ROWS * vocabulary if sliced else 10**9)
+    monkeypatch.setattr(forward, "BLOCK_CELLS", BLOCK * vocabulary if sliced else 10**9)
     (batch,) = build_microbatches(PROMPTS, RESPONSES, max_tokens=10**6, layout=layout, pad_token_id=0)
     model.zero_grad()
     sampling = [SAMPLING[i] for i in batch.indices]
-    out = forward_tokens(model, batch, sampling, entropy_gradient=entropy_gradient)
+    out = forward_tokens(model, batch, sampling, entropy_gradient=entropy_gradient, mask=mask_of(batch))
     weights = torch.linspace(-1, 2, TOKENS)
     loss = out.logprobs @ weights
     if entropy_gradient:
@@ -42,16 +45,17 @@ def run(model, layout, *, sliced, monkeypatch, entropy_gradient=True):
 
 
 class RowsOfLogits(TorchDispatchMode):
-    """The most rows that any tensor as wide as the vocabulary has, forward and backward."""
+    """The most rows that any tensor as wide as the vocabulary has, forward and backward; or any of a type."""
 
-    def __init__(self, vocabulary):
+    def __init__(self, vocabulary, dtype=None):
         super().__init__()
-        self.vocabulary, self.most = vocabulary, 0
+        self.vocabulary, self.dtype, self.most = vocabulary, dtype, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(one, torch.Tensor) and one.dim() and one.shape[-1] == self.vocabulary:
+            is_wide = isinstance(one, torch.Tensor) and one.dim() and one.shape[-1] == self.vocabulary
+            if is_wide and self.dtype in (None, one.dtype):
                 self.most = max(self.most, one.numel() // self.vocabulary)
         return result
 
@@ -71,6 +75,38 @@ def test_slices_change_neither_values_nor_gradients(layout, tied, kept, monkeypa
     scale = max(float(g.abs().max()) for g in whole[2])
     for found, expected in zip(slices[2], whole[2], strict=True):
         assert float((found - expected).abs().max()) <= 1e-6 * scale
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_grammars_allow_the_same_tokens_in_slices(learns, monkeypatch):
+    model = build_model()
+    width = model.config.vocab_size
+
+    def mask_of(batch):
+        tokens = torch.arange(0, TOKENS, 3)  # the others are free; a block may have none or several
+        allowed = torch.rand(len(tokens), width, generator=torch.Generator().manual_seed(0)) < 0.3
+        allowed[torch.arange(len(tokens)), batch.targets[tokens]] = True
+        padded = torch.nn.functional.pad(allowed, (0, -width % 8)).view(len(tokens), -1, 8)
+        packed = (padded * 2 ** torch.arange(8)).sum(-1).to(torch.uint8)
+        return TokenMask(
+            tokens, packed, torch.arange(len(tokens)), torch.zeros(len(tokens), dtype=torch.bool)
+        )
+
+    options = {"monkeypatch": monkeypatch, "entropy_gradient": learns}
+    whole = run(model, "packed", sliced=False, mask_of=mask_of, **options)
+    slices = run(model, "packed", sliced=True, mask_of=mask_of, **options)
+    free = run(model, "packed", sliced=True, **options)
+    assert float((free[0] - whole[0]).abs().max()) > 0.1, "the masks have an effect"
+    scale = max(float(g.abs().max()) for g in whole[2])
+    for found, expected in zip((*slices[:2], *slices[2]), (*whole[:2], *whole[2]), strict=True):
+        assert float((found - expected).abs().max()) <= 1e-6 * max(1.0, scale)
+
+
+def test_on_a_cpu_no_operation_after_the_head_reads_more_than_a_block(monkeypatch):
+    model = build_model(vocab_size=211)  # as wide as nothing else
+    with torch.autocast("cpu", torch.bfloat16), RowsOfLogits(211, torch.float32) as seen:
+        run(model, "shared", sliced=True, monkeypatch=monkeypatch, entropy_gradient=False)
+    assert seen.most == BLOCK * torch.get_num_threads() < ROWS
 
 
 def test_a_model_in_float64_learns_the_same(monkeypatch):
@@ -143,6 +179,7 @@ def test_no_more_waits_for_the_backward_pass_than_is_said(way, monkeypatch):
     model = build_model(vocab_size=211)  # as wide as nothing else
     limit = 3 * ROWS * 211 * 4
     monkeypatch.setattr(forward, "SLICE_CELLS", ROWS * 211)
+    monkeypatch.setattr(forward, "BLOCK_CELLS", BLOCK * 211)
     monkeypatch.setattr(forward, "KEPT_BYTES", limit)
     mask = None
     if way == "grammar":
