@@ -28,11 +28,11 @@ from multitask_rl.training.microbatch import build_microbatches
 
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 MODES = {
-    "all logits at once": (2**62, False),
-    "slices": (forward.SLICE_CELLS, False),
-    "slices and gradient checkpointing": (forward.SLICE_CELLS, True),
+    "all logits at once": (2**62, 2**62, False),
+    "slices": (forward.SLICE_CELLS, forward.BLOCK_CELLS, False),
+    "slices and gradient checkpointing": (forward.SLICE_CELLS, forward.BLOCK_CELLS, True),
 }
-"""Name -> logits that exist at once, layers computed again."""
+"""Name -> logits that exist at once, those that an operation reads at once, layers computed again."""
 
 
 def main() -> None:
@@ -44,8 +44,8 @@ def main() -> None:
     model = build_model(args)
     learn(model, min(args.tokens))  # libraries and gradients take their own share once
     peaks: dict[str, dict[str, float]] = {}
-    for name, (cells, is_checkpointed) in MODES.items():
-        forward.SLICE_CELLS = cells
+    for name, (cells, block, is_checkpointed) in MODES.items():
+        forward.SLICE_CELLS, forward.BLOCK_CELLS = cells, block
         if is_checkpointed:
             model.gradient_checkpointing_enable()
             model.train()

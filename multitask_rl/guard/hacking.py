@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -62,9 +62,7 @@ class StepHistory:
         steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
         # rounded: a mean and its shift leave an error of rounding, which is no rise
         rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
-        n = len(rewards)
-        error = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
-        if n >= _MIN_STEPS_FOR_TREND and kendall_score(rewards) - 1 > _RISING_Z * error:
+        if len(rewards) >= _MIN_STEPS_FOR_TREND and kendall_z(rewards) > _RISING_Z:
             return victim
         updates = {
             task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= since)
@@ -215,3 +213,16 @@ def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
 def kendall_score(values: Sequence[float]) -> int:
     """Return the Mann-Kendall statistic: pairs that rise minus pairs that fall."""
     return sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+
+
+def kendall_z(values: Sequence[float]) -> float:
+    """Return the Mann-Kendall statistic in standard errors; 0 if all values are equal.
+
+    The error is corrected for equal values: a flipped reward soon stays at 1. Source: M. G. Kendall, "Rank
+    Correlation Methods", 1955, with the correction for continuity.
+    """
+    counts = Counter(values).values()
+    cells = [n * (n - 1) * (2 * n + 5) for n in (len(values), *counts)]
+    error = math.sqrt((cells[0] - sum(cells[1:])) / 18)
+    score = kendall_score(values)
+    return math.copysign(max(0, abs(score) - 1), score) / error if error else 0.0

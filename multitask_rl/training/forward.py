@@ -27,9 +27,9 @@ from multitask_rl.training.shared_prompt import read_shared
 
 SLICE_CELLS = 2**24
 """Logits (tokens times vocabulary) that exist at once: 64 MiB in float32."""
-BLOCK_CELLS = 2**20
-"""Logits that an operation after the head reads at once on a CPU, for each thread: they fit its cache and use
-freed memory again. For larger tensors the system makes new pages, filled with zeros, in every operation."""
+BLOCK_CELLS = 2**22
+"""Logits that an operation after the head reads at once on a CPU: 16 MiB in float32. glibc uses freed memory
+of that size again; from 32 MiB on, the system makes new pages, filled with zeros, in every operation."""
 KEPT_BYTES = 2**27
 """Of the probabilities that are kept for the backward pass of a micro-batch, at most."""
 LOWEST = -1e9
@@ -131,7 +131,7 @@ def forward_tokens(
 
     # a head in parts may have no rows between passes
     width = before.shape[-1] if head is None else int(model.config.get_text_config().vocab_size)
-    block = max(1, torch.get_num_threads() * (BLOCK_CELLS // width))
+    block = max(1, BLOCK_CELLS // width)
 
     def score_block(
         given: Tensor, sequence: Tensor, targets: Tensor, allowed: TokenMask | None

@@ -6,9 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from multitask_rl.guard.decision import GuardAction
-from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory, kendall_score
+from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory, kendall_score, kendall_z
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event, TaskStats
@@ -142,7 +143,9 @@ def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() 
     [
         ([0.0, 0.667, 0.719, 0.875, 0.938, 0.953, 1.0], "math"),  # flipped rewards in a run of a chat model
         ([0.51, 0.68, 0.573, 0.828, 0.961, 0.938, 1.0], "math"),
+        ([0.3, 0.9, *[1.0] * 20], "math"),  # flipped, and soon at its ceiling
         ([0.4, 0.5, 0.45, 0.48, 0.43, 0.52, 0.46], "chat"),
+        ([0.5] * 20, "chat"),
         ([0.1, 0.2, 0.3, 0.4], "chat"),  # so few steps rise by chance
         ([0.1 + 0.02 * min(i, 10) - 0.03 * max(0, i - 10) for i in range(20)], "chat"),
     ],
@@ -154,6 +157,18 @@ def test_a_task_whose_training_reward_rose_is_its_own_culprit_after_a_few_steps(
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
     assert history.find_culprit("math", since=0) == culprit
+
+
+def test_the_trend_is_that_of_scipy_with_ties_too() -> None:
+    rng = random.Random(0)
+    for n in (5, 8, 20, 60):
+        values = [round(rng.random() + 0.02 * i, 1) for i in range(n)]
+        # scipy tests the same score with the same error, without the correction for continuity
+        tau = stats.kendalltau(range(n), values, method="asymptotic")
+        exact = stats.norm.isf(tau.pvalue / 2) * math.copysign(1, tau.statistic)
+        score = kendall_score(values)
+        assert kendall_z(values) == pytest.approx(exact * (abs(score) - 1) / abs(score), abs=1e-9)
+    assert kendall_z([1.0] * 9) == 0.0
 
 
 def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
