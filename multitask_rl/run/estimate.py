@@ -37,7 +37,7 @@ from multitask_rl.training.forward import KEPT_BYTES, SLICE_CELLS
 LOGIT_COPIES = 3
 """Tensors of the size of the logits at the peak of a backward pass (benchmarks/results/memory.json).
 
-A CPU, which goes through them in blocks, has about two. An entropy bonus has two more; they are not counted."""
+A CPU goes through them in blocks and has about two. An entropy bonus has two more; they are not counted."""
 KEPT_BESIDE = 4
 """Checkpoints that may stay beside the newest: two judged good, the best, and that of the former tasks."""
 BYTES_PER_TOKEN = 90
