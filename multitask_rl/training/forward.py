@@ -155,9 +155,9 @@ def forward_tokens(
             return score_block(given, sequence, targets, allowed)[:2]
         found = []
         blocks = zip(*(torch.split(one, block) for one in (given, sequence, targets)), strict=True)
-        for number, (logits, *own) in enumerate(blocks):
+        for number, (rows, samples, wanted) in enumerate(blocks):
             chosen = None if allowed is None else allowed.slice(number * block, (number + 1) * block)
-            found.append(score_block(logits, own[0], own[1], chosen)[:2])
+            found.append(score_block(rows, samples, wanted, chosen)[:2])
         return tuple(torch.cat(one) for one in zip(*found, strict=True))
 
     if want_logits:
