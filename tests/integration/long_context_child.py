@@ -149,6 +149,7 @@ def learn(directory: Path, slice_cells: int, tokens: int = MEASURED, kept_bytes:
     In sixteen samples: what grows with the slice is the logits, and attention would take most of the time.
     """
     forward.SLICE_CELLS, forward.KEPT_BYTES = slice_cells, kept_bytes
+    forward.BLOCK_CELLS = 2**18  # 1 MiB, less than any slice
     model = Qwen2ForCausalLM.from_pretrained(directory)
     model.gradient_checkpointing_enable()
     responses = [[3 + (7 * i + k) % 60 for i in range(tokens // 16)] for k in range(16)]
