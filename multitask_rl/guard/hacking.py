@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -23,8 +23,8 @@ _WINDOW = 8
 _MIN_KENDALL = 16
 """Least Mann-Kendall statistic of a trend (largest: 28); chance reaches it in 3 % of windows."""
 _MIN_STEPS_FOR_TREND = 5
-_RISING_Z = 2.0
-"""Mann-Kendall statistic in standard errors, above which a task's training reward rises from step to step."""
+_CHANCE = 0.023
+"""Probability by chance, below which a task's training reward counts as rising from step to step."""
 _METRICS = ("length", "entropy", "kl")
 """Keys of ``TaskStats.metrics`` that are kept."""
 
@@ -62,8 +62,12 @@ class StepHistory:
         steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
         # rounded: a mean and its shift leave an error of rounding, which is no rise
         rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
-        if len(rewards) >= _MIN_STEPS_FOR_TREND and kendall_z(rewards) > _RISING_Z:
-            return victim
+        if len(rewards) >= _MIN_STEPS_FOR_TREND:
+            from scipy.stats import kendalltau  # half a second, for an alarm only
+
+            trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
+            if trend.pvalue < _CHANCE:  # NaN if all are equal
+                return victim
         updates = {
             task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= since)
             for task, entries in self._steps.items()
@@ -213,16 +217,3 @@ def fall_while_rising(points: Sequence[Observation]) -> tuple[float, float]:
 def kendall_score(values: Sequence[float]) -> int:
     """Return the Mann-Kendall statistic: pairs that rise minus pairs that fall."""
     return sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
-
-
-def kendall_z(values: Sequence[float]) -> float:
-    """Return the Mann-Kendall statistic in standard errors; 0 if all values are equal.
-
-    The error is corrected for equal values: a flipped reward soon stays at 1. Source: M. G. Kendall, "Rank
-    Correlation Methods", 1955, with the correction for continuity.
-    """
-    counts = Counter(values).values()
-    cells = [n * (n - 1) * (2 * n + 5) for n in (len(values), *counts)]
-    error = math.sqrt((cells[0] - sum(cells[1:])) / 18)
-    score = kendall_score(values)
-    return math.copysign(max(0, abs(score) - 1), score) / error if error else 0.0

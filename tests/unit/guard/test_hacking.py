@@ -6,10 +6,9 @@ import random
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from multitask_rl.guard.decision import GuardAction
-from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory, kendall_score, kendall_z
+from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory, kendall_score
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event, TaskStats
@@ -157,18 +156,6 @@ def test_a_task_whose_training_reward_rose_is_its_own_culprit_after_a_few_steps(
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
     assert history.find_culprit("math", since=0) == culprit
-
-
-def test_the_trend_is_that_of_scipy_with_ties_too() -> None:
-    rng = random.Random(0)
-    for n in (5, 8, 20, 60):
-        values = [round(rng.random() + 0.02 * i, 1) for i in range(n)]
-        # scipy tests the same score with the same error, without the correction for continuity
-        tau = stats.kendalltau(range(n), values, method="asymptotic")
-        exact = stats.norm.isf(tau.pvalue / 2) * math.copysign(1, tau.statistic)
-        score = kendall_score(values)
-        assert kendall_z(values) == pytest.approx(exact * (abs(score) - 1) / abs(score), abs=1e-9)
-    assert kendall_z([1.0] * 9) == 0.0
 
 
 def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
