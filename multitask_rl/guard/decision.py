@@ -98,17 +98,17 @@ def newest_good(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:
     return max((c for c in checkpoints if c.judged_good), key=lambda c: c.step, default=None)
 
 
-def choose_target(
-    good: Sequence[CheckpointInfo], seen: Sequence[tuple[int, float, float]], *, fell_after: int
-) -> CheckpointInfo | None:
-    """Return the newest candidate at which the fallen metric was still near its best; None = none.
+def choose_step(
+    steps: Sequence[int], seen: Sequence[tuple[int, float, float]], *, fell_after: int
+) -> int | None:
+    """Return the newest of ``steps`` at which the fallen metric was still near its best; None = none.
 
-    An evaluation during the fall may still be judged good. The value at a checkpoint is therefore the mean of
-    its evaluation and the evaluations before and after it. It must be within one standard error of the best
-    candidate's, and more than one standard error above the current value.
+    An evaluation during the fall may still be judged good. The value at a step is therefore the mean of its
+    evaluation and the evaluations before and after it. It must be within one standard error of the best
+    step's, and more than one standard error above the current value.
 
     Args:
-        good: candidates: judged good and at most ``rollback_steps`` back.
+        steps: candidates, of the last ``rollback_steps``.
         seen: (step, value, standard error) of the metric at every evaluation, oriented, the current one last.
         fell_after: step after which the fall seems to have begun; candidates up to it are preferred.
     """
@@ -116,12 +116,12 @@ def choose_target(
     for i, (step, _, _) in enumerate(seen):
         near = [value for _, value, _ in seen[max(0, i - 1) : i + 2]]
         means[step] = math.fsum(near) / len(near)
-    if any(c.step in means for c in good):
+    if any(step in means for step in steps):
         _, value, error = seen[-1]
-        good = [c for c in good if means.get(c.step, -math.inf) > value + error]
-    candidates = [c for c in good if c.step <= fell_after] or list(good)
-    known = [c for c in candidates if c.step in means]
+        steps = [step for step in steps if means.get(step, -math.inf) > value + error]
+    candidates = [step for step in steps if step <= fell_after] or list(steps)
+    known = [step for step in candidates if step in means]
     if known:
-        lowest = max(means[c.step] for c in known) - seen[-1][2]
-        candidates = [c for c in known if means[c.step] >= lowest]
-    return max(candidates, key=lambda c: c.step, default=None)
+        lowest = max(means[step] for step in known) - seen[-1][2]
+        candidates = [step for step in known if means[step] >= lowest]
+    return max(candidates, default=None)

@@ -52,24 +52,30 @@ class StepHistory:
                 entry[name] = seen.metrics.get(name, math.nan)
             self._steps.setdefault(task, deque(maxlen=self._max_steps)).append(entry)
 
-    def find_culprit(self, victim: str, since: int) -> str:
-        """Return the task that likely caused the fall of ``victim`` in the steps from ``since`` on.
+    def find_culprit(self, victim: str, since: Sequence[int]) -> str:
+        """Return the task that likely caused a fall of ``victim``; "" if no task had a gradient meanwhile.
 
-        It is the victim itself if its training reward rose meanwhile (Mann-Kendall test over at least five
-        steps): its reward is then hacked, flipped or corrupt. Otherwise it is the other task with the most
-        groups with a gradient, or the victim if no other task had any. If no task had any, the result is "".
+        It is the victim itself if its training reward rose from one of the steps ``since`` on (Mann-Kendall
+        test over at least five steps): its reward is then hacked, flipped or corrupt. Otherwise it is the
+        other task with the most groups with a gradient, or the victim if no other task had any.
+
+        Args:
+            victim: the fallen task.
+            since: the earliest and the latest step at which the fall may have begun. A flip first lowers the
+                training reward: seen from far before it, the rise after it is no trend.
         """
-        steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > since]
-        # rounded: a mean and its shift leave an error of rounding, which is no rise
-        rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
-        if len(rewards) >= _MIN_STEPS_FOR_TREND:
-            from scipy.stats import kendalltau  # half a second, for an alarm only
+        for start in since:
+            steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > start]
+            # rounded: a mean and its shift leave an error of rounding, which is no rise
+            rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
+            if len(rewards) >= _MIN_STEPS_FOR_TREND:
+                from scipy.stats import kendalltau  # half a second, for an alarm only
 
-            trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
-            if trend.pvalue < _CHANCE:  # NaN if all are equal
-                return victim
+                trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
+                if trend.pvalue < _CHANCE:  # NaN if all are equal
+                    return victim
         updates = {
-            task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= since)
+            task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= min(since))
             for task, entries in self._steps.items()
         }
         trained = {task: number for task, number in updates.items() if number > 0.0}

@@ -21,7 +21,7 @@ from multitask_rl.guard.decision import (
     GuardAction,
     GuardDecision,
     RollbackAdjustments,
-    choose_target,
+    choose_step,
 )
 from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.settings import SafetyGuardConfig
@@ -208,9 +208,14 @@ class SafetyGuard(Guard):
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back."""
-        good = [c for c in checkpoints if c.judged_good and 0 <= self._step - c.step <= self.rollback_steps]
-        seen = [(at, state["value"], state["error"]) for at, state in self._seen(self._fallen)]
-        return choose_target(good, seen, fell_after=self._good_until)
+        good = {c.step: c for c in checkpoints if c.judged_good}
+        steps = [step for step in good if 0 <= self._step - step <= self.rollback_steps]
+        chosen = choose_step(steps, self._values(self._fallen), fell_after=self._good_until)
+        return None if chosen is None else good[chosen]
+
+    def _values(self, key: str) -> list[tuple[int, float, float]]:
+        """Return (step, value, standard error) of the evaluations in ``_seen``."""
+        return [(at, state["value"], state["error"]) for at, state in self._seen(key)]
 
     def _seen(self, key: str) -> list[tuple[int, dict[str, Any]]]:
         """Return (step, state of the metric's detector) of evaluations that measured what it measures now."""
@@ -394,7 +399,7 @@ class SafetyGuard(Guard):
         if not is_confirmed and (text := self._find_change(metric, good, statistics)):
             action = GuardAction(self.config.on_changed_task)
             if action is GuardAction.stop:
-                self._good_until, self._fallen = metric.detector.good_step, metric.key
+                self._note_fall(metric, step)
             else:  # the task goes on as it is: its level is another
                 metric.forget()
                 self._good.pop(metric.key, None)
@@ -403,18 +408,31 @@ class SafetyGuard(Guard):
         if not is_confirmed:
             text = "looks lower, but a paired comparison does not confirm it"
             return self._build(GuardAction.warn, metric, step, text, statistics)
-        self._good_until, self._fallen = metric.detector.good_step, metric.key
+        self._note_fall(metric, step)
         action = self._choose(metric.key, statistics, step)
         if action is GuardAction.stop:
             times = len(self._rollbacks)
             text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
-        culprit = self._history.find_culprit(metric.task, self._good_until)
+        culprit = self._history.find_culprit(metric.task, [self._good_until, metric.detector.good_step])
         self._adjust(action, victim=metric.task, culprit=culprit, step=step)
         self._fresh = {}
         for fallen in self._watched if action is GuardAction.rollback else [metric]:
             fallen.detector.cusum = 0.0
         return self._build(action, metric, step, "has regressed", statistics)
+
+    def _note_fall(self, metric: WatchedMetric, step: int) -> None:
+        """Set which metric has fallen, and since when: the culprit and the rollback's target follow from it.
+
+        The detector's ``good_step`` is the latest possible step before the fall. An evaluation during the
+        fall can pass for it, because a moving average lags behind a metric that rose fast.
+        """
+        seen = [*self._values(metric.key), (step, metric.detector.value, metric.detector.error)]
+        steps = [at for at, _, _ in seen[:-1] if step - at <= self.rollback_steps]
+        latest = metric.detector.good_step
+        found = choose_step(steps, seen, fell_after=latest)
+        self._good_until = latest if found is None else min(found, latest)
+        self._fallen = metric.key
 
     def _confirms(
         self,

@@ -134,7 +134,7 @@ def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() 
         )
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
-    assert history.find_culprit("math", since=0) == "chat"
+    assert history.find_culprit("math", since=[0]) == "chat"
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_task_whose_training_reward_rose_is_its_own_culprit_after_a_few_steps(
         math_task = TaskStats(task="math", num_prompts=8, num_informative=2, reward_mean=reward)
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
-    assert history.find_culprit("math", since=0) == culprit
+    assert history.find_culprit("math", since=[0]) == culprit
 
 
 def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
@@ -166,4 +166,4 @@ def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
         math_task = TaskStats(task="math", num_prompts=8, num_informative=2, reward_mean=0.4 + (step >= 15))
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
-    assert history.find_culprit("math", since=0) == "chat"
+    assert history.find_culprit("math", since=[0]) == "chat"

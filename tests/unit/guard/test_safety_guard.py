@@ -290,6 +290,22 @@ def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
     assert guard.weight_factors() == {"a": 0.0}  # half its share would only fall again
 
 
+def test_the_culprit_is_sought_from_before_the_fall_although_a_lagging_average_puts_it_later() -> None:
+    """Recorded in a run of a chat model: rewards flipped after step 8, held-out level 0.375, 0.246, 0."""
+    guard = _guard()
+    held_out = {0: 0.075, 4: 0.28, 8: 0.375, 12: 0.245, 16: 0.0}
+    rewards = [0.05, 0.1, 0.2, 0.15, 0.3, 0.25, 0.35, 0.3, 0.2, 0.0, 0.667, 0.719, 0.875, 0.938, 0.953, 1.0]
+    for step in range(17):
+        if step in held_out:
+            decision = guard.observe(step, _constant({"a": held_out[step], "b": 0.7}, step))
+        if step < 16:
+            guard.record_step(step, {"a": _stats("a", 2, rewards[step]), "b": _stats("b", 7)})
+    assert decision.action is GuardAction.rollback
+    assert (decision.adjustments.victim, decision.adjustments.culprit) == ("a", "a")
+    infos = [CheckpointInfo(step=step, judged_good=True) for step in (4, 8, 12)]
+    assert guard.rollback_target(infos) == infos[1]
+
+
 def test_a_task_that_seems_to_cause_its_own_fall_is_slowed_not_frozen_before_a_rollback() -> None:
     guard = _guard(ladder=["reweight", "rollback"])
     for step in range(90):

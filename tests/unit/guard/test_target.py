@@ -2,11 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from multitask_rl.guard.decision import CheckpointInfo, choose_target
-
-
-def _good(*steps: int) -> list[CheckpointInfo]:
-    return [CheckpointInfo(step=step, judged_good=True) for step in steps]
+from multitask_rl.guard.decision import choose_step
 
 
 def _seen(*values: float, error: float = 0.03) -> list[tuple[int, float, float]]:
@@ -23,27 +19,23 @@ def _seen(*values: float, error: float = 0.03) -> list[tuple[int, float, float]]
     ],
 )
 def test_the_newest_at_the_height_is_chosen(values: tuple[float, ...], expected: int) -> None:
-    infos = _good(*(10 * i for i in range(1, len(values))))
-    chosen = choose_target(infos, _seen(*values), fell_after=1000)
-    assert chosen is not None
-    assert chosen.step == expected
+    steps = [10 * i for i in range(1, len(values))]
+    assert choose_step(steps, _seen(*values), fell_after=1000) == expected
 
 
 def test_candidates_from_before_the_fall_come_first_whatever_their_level() -> None:
-    infos = _good(10, 30)
-    assert choose_target(infos, _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == infos[0]
-    assert choose_target(infos[1:], _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == infos[1]
+    assert choose_step([10, 30], _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == 10
+    assert choose_step([30], _seen(0.5, 0.6, 0.7, 0.3), fell_after=20) == 30
 
 
 def test_a_run_never_returns_to_less_than_it_has() -> None:
     seen = _seen(0.1, 0.2, 0.4, 0.8, 0.8, 0.8, 0.5)
-    assert choose_target(_good(10), seen, fell_after=60) is None
-    assert choose_target(_good(10, 60), seen, fell_after=10) == _good(60)[0]
-    assert choose_target(_good(10, 60), _seen(0.5, 0.5, 0.52), fell_after=30) is None
+    assert choose_step([10], seen, fell_after=60) is None
+    assert choose_step([10, 60], seen, fell_after=10) == 60
+    assert choose_step([10, 60], _seen(0.5, 0.5, 0.52), fell_after=30) is None
 
 
 def test_without_values_the_newest_is_chosen_and_without_candidates_none() -> None:
-    infos = _good(10, 20)
-    assert choose_target(infos, [], fell_after=15) == infos[0]
-    assert choose_target(infos, [(15, 0.5, 0.1)], fell_after=25) == infos[1]  # never evaluated alone
-    assert choose_target([], _seen(0.5), fell_after=10) is None
+    assert choose_step([10, 20], [], fell_after=15) == 10
+    assert choose_step([10, 20], [(15, 0.5, 0.1)], fell_after=25) == 20  # never evaluated alone
+    assert choose_step([], _seen(0.5), fell_after=10) is None
