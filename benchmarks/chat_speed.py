@@ -8,9 +8,10 @@
 Sampling compares our engine with ``model.generate``, vLLM and ``products``, the matrix products of decoding
 alone, which no engine can leave out: the limit of this machine. A step compares our trainer with TRL's
 ``GRPOTrainer``. Every side is a process of its own with the same prompts, lengths and temperature. The sides
-take turns. A ratio is the median over the turns of our tokens per second of processor time over those of the
-other side: other work on the machine hardly changes it. A side that is not installed is left out with a
-message.
+take turns. The first round of a turn does not count: a side that has waited for others is slower then, and no
+training run waits so. A ratio is the median over the turns of our tokens per second of processor time over
+those of the other side: other work on the machine hardly changes it. A side that is not installed is left out
+with a message.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def main() -> None:
     sizes = {"prompts": args.prompts, "group": args.group, "new-tokens": args.new_tokens}
     given = [text for name, size in sizes.items() for text in (f"--{name}", str(size))]
     given += ["--model", str(Path(args.model).resolve()), "--threads", str(args.threads)]
-    given += ["--steps", str(args.steps + WARMUP)]
+    given += ["--steps", str(WARMUP + 2 * args.steps)]
     if args.rows:
         given += ["--rows", *(str(file.resolve()) for file in args.rows)]
     for engine in args.engines:
@@ -72,24 +73,26 @@ def main() -> None:
             sys.stderr.write(f"{engine} is left out: {error}\n")
         else:
             sides[engine] = side
+    waited: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
     try:
         for turn in range(args.steps):
             order = list(sides.values())
             for side in order if turn % 2 else reversed(order):
+                waited[side.name].append(side.step())
                 side.steps.append(side.step())
     finally:
         for side in sides.values():
             side.close()
 
-    def rates(side: Side, clock: str) -> list[float]:
-        return [step["new_tokens"] / step[clock] for step in side.steps]
+    def rates(steps: list[dict[str, float]], clock: str) -> list[float]:
+        return [step["new_tokens"] / step[clock] for step in steps]
 
     ratios: dict[str, dict[str, float]] = {}
     for name, side in sides.items():
         if name.startswith("ours"):
             for other in sides.values():
                 if other is not side:
-                    pairs = zip(rates(side, "cpu_s"), rates(other, "cpu_s"), strict=True)
+                    pairs = zip(rates(side.steps, "cpu_s"), rates(other.steps, "cpu_s"), strict=True)
                     found = statistics.median(mine / its for mine, its in pairs)
                     ratios.setdefault(name, {})[other.name] = round(found, 3)
     result: dict[str, Any] = {
@@ -101,7 +104,13 @@ def main() -> None:
             "model": Path(args.model).name,
         },
         "tokens_per_s": {
-            name: {clock: round(statistics.median(rates(side, clock)), 1) for clock in ("cpu_s", "step_s")}
+            name: {
+                **{
+                    clock: round(statistics.median(rates(side.steps, clock)), 1)
+                    for clock in ("cpu_s", "step_s")
+                },
+                "cpu_s after a wait": round(statistics.median(rates(waited[name], "cpu_s")), 1),
+            }
             for name, side in sides.items()
         },
         "peak_mib": {name: round(max(s["peak_rss_mib"] for s in side.steps)) for name, side in sides.items()},
