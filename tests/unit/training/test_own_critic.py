@@ -14,8 +14,10 @@ from model_builders import (
     build_tokenizer,
     sample_scored,
 )
-from multitask_rl.config.run import BatchConfig, CriticConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, CriticConfig, LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import Scored, TrainSample
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.critic import Critic
@@ -112,6 +114,23 @@ def test_its_activations_alone_are_recomputed() -> None:
         assert len(runs) == 1 + checkpointing
         gradients.append(critic.trunk.model.layers[0].mlp.up_proj.weight.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_copy_of_an_actor_with_adapters_has_their_dropout_however_it_keeps_activations(
+    checkpointing,
+) -> None:
+    lora = LoraConfig(rank=2, dropout=0.5)
+    actor = Actor(add_adapters(build_model(), lora), build_tokenizer(), ModelConfig(lora=lora))
+    critic = Critic("separate", config=CriticConfig(trunk="separate", gradient_checkpointing=checkpointing))
+    critic.build(actor, ["a"])
+    assert critic.trunk is not None
+    dropouts = [m for n, m in critic.trunk.named_modules() if n.endswith("lora_dropout.default")]
+    assert dropouts
+    with critic.learning():
+        assert all(module.training for module in dropouts)
+    assert not any(module.training for module in dropouts)
 
 
 def test_another_vocabulary_and_keys_without_a_model_of_its_own_are_refused(tmp_path: Path) -> None:
