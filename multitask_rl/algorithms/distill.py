@@ -59,7 +59,9 @@ class Distill(Algorithm):
         if batch.old_logprobs is None or batch.ref_logprobs is None:
             raise ValueError("distillation needs old_logprobs [N] and the teacher's as ref_logprobs [N]")
         kl = estimate_kl(batch.old_logprobs, batch.ref_logprobs, "k1")
-        return Credit(advantages=-kl, metrics={"teacher_kl": float(kl.mean())} if len(kl) else {})
+        trained = kl if batch.choices is None else kl[batch.choices]
+        metrics = {"teacher_kl": float(trained.mean())} if len(trained) else {}
+        return Credit(advantages=-kl, metrics=metrics)
 
     def loss(self, batch: TokenBatch) -> LossOutput:
         """Return the KL or the clipped policy loss per token.

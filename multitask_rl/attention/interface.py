@@ -17,7 +17,7 @@ from torch.autograd import Function
 # length takes some 30 ms.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-_HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal"}
+_HARMLESS = {"position_ids", "use_cache", "cache_position", "is_causal", "output_hidden_states"}
 """Arguments of the interface that do not change causal attention."""
 
 

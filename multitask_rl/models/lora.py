@@ -43,7 +43,7 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
             # written beside the adapters, which may be read from another working directory
             model.name_or_path = str(Path(model.name_or_path).resolve())
         try:
-            return peft.get_peft_model(model, settings)
+            adapted = peft.get_peft_model(model, settings)
         except ValueError as error:
             layers = {
                 n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
@@ -52,6 +52,22 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
                 f"model.lora.target_modules={config.target_modules!r}: {error}; give all-linear or some of "
                 f"{', '.join(sorted(layers))}"
             ) from error
+    _check_tied(adapted, f"model.lora.target_modules={config.target_modules!r}")
+    return adapted
+
+
+def _check_tied(model: Any, where: str) -> None:
+    """Raise a ConfigError if a weight that embeddings and output head share has adapters.
+
+    Merged into one of them, they would change the other.
+    """
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = None not in layers and layers[0].weight is layers[1].weight
+    if is_tied and any("lora_" in name for layer in layers for name, _ in layer.named_parameters()):
+        raise ConfigError(
+            f"{where}: the model's embeddings and output head are one weight, and adapters of one of them "
+            "cannot be merged; leave both out"
+        )
 
 
 def models_below(name: str) -> list[str]:
@@ -103,7 +119,9 @@ def merge_adapters(model: PreTrainedModel, directory: str, weights: Mapping[str,
     if (grown := weights.get(f"base_model.model.{embedding}.weight")) is not None:
         model.resize_token_embeddings(grown.shape[0], mean_resizing=False)
     try:
-        merged: PreTrainedModel = peft.PeftModel.from_pretrained(model, directory).merge_and_unload()
+        adapted = peft.PeftModel.from_pretrained(model, directory)
+        _check_tied(adapted, f"the adapters of {directory}")
+        merged: PreTrainedModel = adapted.merge_and_unload()
     except (RuntimeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"the adapters of {directory} cannot be merged into {model.name_or_path}: {first_line(error)} "

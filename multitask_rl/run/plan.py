@@ -33,13 +33,14 @@ from multitask_rl.plugins import (
     TRACKERS,
     TRAINING_BACKENDS,
     absolute_reference,
+    build_config,
     load_plugin,
 )
 from multitask_rl.records import DatasetRecord
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.step.task_state import build_algorithms, run_sampling
+from multitask_rl.step.task_state import build_algorithms, check_control_tokens, run_sampling
 from multitask_rl.training.backend import TrainingBackend
 
 if TYPE_CHECKING:
@@ -195,6 +196,9 @@ def plan_run(
         else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
         engine=engine,
     )
+    if engine is None:
+        build_config(plan.engine_class, config.rollout.engine_config, where="rollout.engine_config")
+    check_control_tokens(specs, plan.algorithms, config.model)
     for name, spec in specs.items():
         _check_task(spec, plan)
         if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):
@@ -295,7 +299,7 @@ def _check_devices(plan: RunPlan) -> None:
         if not task or device == "cpu":
             continue
         spec = plan.specs[task]
-        plugins = [("constraint", c.plugin) for c in spec.constraints]
+        plugins = [("constraint", c.plugin) for c in spec.judged]
         plugins += [("reward", r.plugin) for r in spec.rewards] if kind == "reward" else []
         found = (find_plugin(k, absolute_reference(name), f"tasks.{task}") for k, name in plugins)
         if not any(plugin.takes("device") for plugin in found):
@@ -349,8 +353,9 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
     if spec.teacher and (plan.has_parts or config.batch.context_ranks > 1):
         raise ConfigError(
             f"{where}.teacher: a teacher is computed whole, and device_map.actor="
-            f"{config.device_map.get('actor', 'cpu')!r}, batch.context_ranks={config.batch.context_ranks} "
-            "cut models or sequences; leave sharded out and set batch.context_ranks=1"
+            f"{config.device_map.get('actor', 'cpu')!r}, training.backend={config.training.backend}, "
+            f"batch.context_ranks={config.batch.context_ranks} cut models or sequences; leave sharded out, "
+            "and set training.backend=torch and batch.context_ranks=1"
         )
     if measures_kl(algorithm) and config.model.reference_decay < 1.0:
         raise ConfigError(

@@ -34,6 +34,11 @@ class LearnerTask:
     """Constraint -> present Lagrange multiplier."""
 
     @property
+    def kl_in_reward(self) -> bool:
+        """A KL term is part of the reward; else of the loss, as one over the vocabulary always is."""
+        return self.spec.kl.placement == "reward" and not self.algorithm.wants_exact_kl
+
+    @property
     def is_regularised(self) -> bool:
         """A KL or entropy term gives every response a gradient, whatever its reward."""
         return self.kl_coefficient > 0 or self.algorithm.config.entropy_coefficient > 0
@@ -41,7 +46,7 @@ class LearnerTask:
     @property
     def zero_advantage_is_zero_gradient(self) -> bool:
         """A sample whose advantages are all zero does not move the weights."""
-        kl_in_loss = self.kl_coefficient > 0 and self.spec.kl.placement == "loss"
+        kl_in_loss = self.kl_coefficient > 0 and not self.kl_in_reward
         plain = self.algorithm.config.entropy_coefficient == 0 and not kl_in_loss
         return plain and self.algorithm.on_policy and not self.algorithm.needs_critic
 

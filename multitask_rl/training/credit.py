@@ -90,7 +90,7 @@ class CreditAssigner:
             old_logprobs=torch.cat(before.old_logprobs) if before else None,
             ref_logprobs=torch.cat(before.ref_logprobs) if before and before.ref_logprobs else None,
             values=torch.cat(before.values) if before and before.values else None,
-            kl_coefficient=task.kl_coefficient if task.spec.kl.placement == "reward" else 0.0,
+            kl_coefficient=task.kl_coefficient if task.kl_in_reward else 0.0,
             costs=costs,
             multipliers=tuple(task.multipliers.values()),
             constraints=tuple(task.multipliers),

@@ -90,10 +90,8 @@ class Critic(nn.Module):
         return trunk
 
     def learning(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of an update: a trunk of its own then checkpoints activations, if configured."""
-        if self.trunk is None or not self._config.gradient_checkpointing:
-            return contextlib.nullcontext()
-        return learning(self.trunk)
+        """Return the context of an update of a trunk of its own (see ``actor.learning``)."""
+        return contextlib.nullcontext() if self.trunk is None else learning(self.trunk)
 
     def hidden(self, batch: MicroBatch) -> Tensor:
         """Return the trunk's last hidden states [N, H] before each response token (``separate`` only)."""

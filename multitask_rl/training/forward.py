@@ -186,7 +186,7 @@ def forward_tokens(
             parts.append(score(*own))
             continue
         # it keeps its hidden states alone; the backward pass computes it again
-        parts.append(checkpoint(score, *own, use_reentrant=False, preserve_rng_state=False))
+        parts.append(checkpoint(score, *own, use_reentrant=False))
     return TokenOutputs(
         logprobs=torch.cat([p for p, _ in parts]), entropy=torch.cat([e for _, e in parts]), hidden=hidden
     )

@@ -133,7 +133,7 @@ class ModelRunner:
 
     ``reference`` is the model that the KL is measured to; None = the actor without its adapters. ``teachers``
     are by task; each is a model with as many logits as the actor.
-    ``shares_prompts``: whether the actor can compute a group's prompt once; None = tried on first use.
+    ``shares_prompts``: whether the models can compute a group's prompt once; None = tried on first use.
     ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
 
     Raises:
@@ -164,13 +164,12 @@ class ModelRunner:
         self._shares_prompts = shares_prompts
         if is_whole and config.batch.layout == "shared":
             self._layout()  # refused before anything is sampled
-        models = [actor.model, *self.teachers.values()]
-        unable = [
-            m for m in models if is_whole and config.batch.layout == "packed" and not supports_packing(m)
-        ]
-        if unable:
+        unable = None
+        if is_whole and config.batch.layout == "packed":
+            unable = next((m for m in self._laid_out() if not supports_packing(m)), None)
+        if unable is not None:
             raise ConfigError(
-                f"batch.layout=packed: {type(unable[0]).__name__} cannot tell packed samples apart (it has "
+                f"batch.layout=packed: {type(unable).__name__} cannot tell packed samples apart (it has "
                 "another state than keys and values, or makes no mask from positions that start again); set "
                 "batch.layout=auto"
             )
@@ -211,18 +210,24 @@ class ModelRunner:
             one_pass=self.passes.in_step,
         )
 
+    def _laid_out(self) -> list[Any]:
+        """Return the models that micro-batches go through, but a reference: it is of the actor's class."""
+        trunk = [] if self.critic.trunk is None else [self.critic.trunk]
+        return [self.actor.model, *self.teachers.values(), *trunk]
+
     def _layout(self) -> str:
         layout = self._config.batch.layout
         if self.passes.layout:
             return self.passes.layout
         if layout not in ("auto", "shared"):
             return layout
+        unable: Any = self.actor.model
         if self._shares_prompts is None:
-            models = [self.actor.model, *self.teachers.values()]
-            self._shares_prompts = all(map(supports_shared_prompts, models))
+            unable = next((m for m in self._laid_out() if not supports_shared_prompts(m)), None)
+            self._shares_prompts = unable is None
         if layout == "shared" and not self._shares_prompts:
             raise ConfigError(
-                f"batch.layout=shared: {type(self.actor.model).__name__} cannot share a group's prompt (it "
+                f"batch.layout=shared: {type(unable).__name__} cannot share a group's prompt (it "
                 "attends through windows, has another state than keys and values, or its attention does not "
                 "go through the interface of transformers); set batch.layout=auto"
             )

@@ -17,10 +17,13 @@ from multitask_rl.config.run import (
     CheckpointConfig,
     EvalConfig,
     GuardConfig,
+    LoraConfig,
+    ModelConfig,
     OptimizerConfig,
     RolloutConfig,
     SchedulerConfig,
     ScoringConfig,
+    TrainingConfig,
     recorded_config,
 )
 from multitask_rl.config.tasks_file import parse_tasks
@@ -31,6 +34,7 @@ from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
 from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
+from multitask_rl.run.plan import plan_run
 from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import has_spread
@@ -262,6 +266,32 @@ def test_settings_that_would_fail_late_are_refused_before_a_model_loads(tmp_path
     write_run(tmp_path, COPY.replace("type: grpo", late))
     with pytest.raises(ConfigError, match=r"tasks\.copy\.algorithm_config\.overlong_buffer is 100"):
         Trainer.from_config(run_config(tmp_path, "out", 1))
+    write_run(tmp_path, COPY.replace("type: grpo", "type: reward_conditioned"))
+    adapted = ModelConfig(lora=LoraConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"tasks\.copy\.type: reward_conditioned has control tokens"):
+        plan_run(run_config(tmp_path, "out", 1, model=adapted))
+    misspelt = RolloutConfig(engine_config={"weigths": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"rollout\.engine_config.* 'weigths'"):
+        plan_run(run_config(tmp_path, "out", 1, rollout=misspelt))
+
+
+def test_a_grammar_needs_no_device_and_leaves_that_of_a_judge_alone(tmp_path, monkeypatch):
+    """A constraint of mode grammar has no plugin."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    masked = "constraints: [{mode: grammar, config: {choices: ['1', '2']}}]"
+    write_run(tmp_path, COPY.replace("[rewards.py:starts_right]", f"[rewards.py:starts_right], {masked}"))
+    with pytest.raises(ConfigError, match=r"device_map\.reward\.copy: no reward of task 'copy' runs a model"):
+        plan_run(run_config(tmp_path, "out", 1, device_map={"reward.copy": "cuda:0"}))
+
+
+def test_a_teacher_beside_a_backend_that_cuts_models_is_refused_by_what_to_set(tmp_path):
+    backend = "from multitask_rl.training.backends.in_process import InProcess\n\n\n"
+    backend += "class Halves(InProcess):\n    has_parts = classmethod(lambda cls, config: True)\n"
+    (tmp_path / "halves.py").write_text(backend)
+    write_run(tmp_path, COPY.replace("type: grpo", "type: distill, teacher: elsewhere"))
+    halves = TrainingConfig(backend=f"{tmp_path}/halves.py:Halves")
+    with pytest.raises(ConfigError, match=r"teacher: .* set training\.backend=torch"):
+        plan_run(run_config(tmp_path, "out", 1, training=halves))
 
 
 def test_a_constraint_that_only_rejects_is_said_to_teach_little(tmp_path, caplog):

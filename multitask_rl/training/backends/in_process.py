@@ -169,7 +169,6 @@ class InProcess(TrainingBackend):
                 # so a step on new samples does not depend on how engines share them out, or on a lost one
                 rollout = torch.where((old - rollout).abs() < ROUNDING, old, rollout)
             wants_entropy = algorithm.config.entropy_coefficient > 0
-            is_in_loss = exact is not None or task.spec.kl.placement == "loss"
             token_batch = TokenBatch(
                 logprobs=logprobs[in_loss],
                 old_logprobs=old,
@@ -184,7 +183,7 @@ class InProcess(TrainingBackend):
                 values=values,
                 old_values=stack([c.old_values for c in own]),
                 returns=stack([c.returns for c in own]),
-                kl_coefficient=task.kl_coefficient if is_in_loss else 0.0,
+                kl_coefficient=0.0 if task.kl_in_reward else task.kl_coefficient,
                 kl_estimator=task.spec.kl.estimator,
             )
             result = algorithm.loss(token_batch)

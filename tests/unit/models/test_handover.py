@@ -89,6 +89,27 @@ def test_adapters_that_travel_alone_are_merged_to_the_same_bits(dtype: torch.dty
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_weight_that_embeddings_and_head_share_has_no_adapters(tmp_path: Path, target: str) -> None:
+    """Merged into one of the two, they would change the other."""
+    import peft
+
+    _actor(0, True).save(tmp_path / "base")
+    base = str(tmp_path / "base")
+    lora = LoraConfig(rank=2, target_modules=f"q_proj,{target}")
+    with pytest.raises(ConfigError, match=f"target_modules='q_proj,{target}': .* are one weight"):
+        load_actor(ModelConfig(name_or_path=base, lora=lora), "cpu")
+    settings = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM")
+    other = peft.get_peft_model(load_actor(ModelConfig(name_or_path=base), "cpu").model, settings)
+    other.save_pretrained(tmp_path / "others", save_embedding_layers=False)
+    with pytest.raises(ConfigError, match=r"the adapters of .*others: .* are one weight"):
+        load_actor(ModelConfig(name_or_path=str(tmp_path / "others")), "cpu")
+    _actor(0, False).save(tmp_path / "untied")
+    load_actor(ModelConfig(name_or_path=str(tmp_path / "untied"), lora=lora), "cpu")
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
 @pytest.mark.parametrize("own_tokenizer", [True, False])
 def test_adapters_are_merged_into_the_model_that_they_name(tmp_path: Path, own_tokenizer: bool) -> None:

@@ -5,6 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from model_builders import build_model
+from multitask_rl.models.actor import learning
 from multitask_rl.models.sampling import TokenMask
 from multitask_rl.records import SamplingParams
 from multitask_rl.training import forward
@@ -41,7 +42,8 @@ def run(model, layout, *, sliced, monkeypatch, entropy_gradient=True, mask_of=la
     if entropy_gradient:
         loss = loss + out.entropy @ weights.flip(0)
     loss.backward()
-    return out.logprobs.detach(), out.entropy.detach(), [p.grad.clone() for p in model.parameters()]
+    gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    return out.logprobs.detach(), out.entropy.detach(), gradients
 
 
 class RowsOfLogits(TorchDispatchMode):
@@ -75,6 +77,21 @@ def test_slices_change_neither_values_nor_gradients(layout, tied, kept, monkeypa
     scale = max(float(g.abs().max()) for g in whole[2])
     for found, expected in zip(slices[2], whole[2], strict=True):
         assert float((found - expected).abs().max()) <= 1e-6 * scale
+
+
+def test_slices_computed_again_have_the_dropout_of_adapters_on_the_head_as_before(monkeypatch):
+    adapters = LoraConfig(r=4, lora_dropout=0.5, target_modules="lm_head", task_type="CAUSAL_LM")
+    model = get_peft_model(build_model(tied=False), adapters).eval()
+    split_head(model)
+    drawn = []
+    (dropout,) = (m for n, m in model.named_modules() if n.endswith("lora_dropout.default"))
+    dropout.register_forward_hook(lambda _module, _given, out: drawn.append(out == 0))
+    monkeypatch.setattr(forward, "KEPT_BYTES", 0)
+    with learning(model):
+        run(model, "bucketed", sliced=True, entropy_gradient=False, monkeypatch=monkeypatch)
+    first, again = drawn[: len(drawn) // 2], drawn[len(drawn) // 2 :]
+    assert len(first) == -(-TOKENS // ROWS)
+    assert all(any(torch.equal(one, other) for other in again) for one in first)
 
 
 @pytest.mark.parametrize("learns", [True, False])

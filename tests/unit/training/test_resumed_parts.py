@@ -37,7 +37,7 @@ def test_adapters_start_by_the_seed_of_the_run(tmp_path) -> None:
 def adapted(
     rank: int, targets: str = "all-linear", alpha: float = 32.0, base: int = 0, *, seed: int = 0
 ) -> Actor:
-    actor, lora = build_actor(base), LoraConfig(rank=rank, target_modules=targets, alpha=alpha)
+    actor, lora = build_actor(base, tied=False), LoraConfig(rank=rank, target_modules=targets, alpha=alpha)
     adapted = Actor(add_adapters(actor.model, lora, seed), actor.tokenizer, ModelConfig(lora=lora))
     for name, parameter in adapted.model.named_parameters():
         if "lora_B" in name:

@@ -229,6 +229,13 @@ def test_a_head_that_cannot_be_split_off_computes_logits_of_responses_only():
     shared, _ = learn(model, prompts, responses, "shared")
     assert sum(rows) == sum(map(len, responses))
     torch.testing.assert_close(shared, whole, atol=1e-5, rtol=1e-5)
+    hidden = []  # value heads read them
+    for layout in ("bucketed", "shared"):
+        (batch,) = build_microbatches(prompts, responses, max_tokens=10**6, layout=layout, pad_token_id=0)
+        out = forward_tokens(model, batch, [SamplingParams()] * 5, want_hidden=True).hidden
+        by_sample = torch.split(out, torch.bincount(batch.sequence).tolist())
+        hidden.append(torch.cat([by_sample[batch.indices.index(i)] for i in range(5)]))
+    torch.testing.assert_close(hidden[1], hidden[0], atol=1e-5, rtol=1e-5)
 
 
 def test_copies_of_a_prompts_keys_count_in_the_budget():

@@ -1,5 +1,7 @@
 """Gradients of ``distill`` and ``sft``, against a loop over samples and beside a task with rewards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,9 @@ from learner_benches import Bench, RanksBench, assert_same_numbers, relative_dif
 from model_builders import build_actor, build_model, sample_scored
 from multitask_rl.algorithms.base import CreditBatch, TokenBatch
 from multitask_rl.algorithms.distill import Distill
+from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import exact_kl
+from multitask_rl.config.task import KLSpec
 
 
 def all_logprobs(model, scored, temperature):
@@ -58,6 +62,38 @@ def test_the_exact_divergence_is_that_of_whole_distributions_where_sampling_cuts
     bench = Bench(layout="packed", second="distill")
     bench.update(scored, shares={"b": 1.0})
     assert relative_difference(of_actor(bench), naive_gradient("distill", scored)) < 1e-5
+
+
+def test_an_algorithm_with_an_exact_kl_has_it_in_the_loss_wherever_the_task_places_it():
+    class ExactGRPO(GRPO):
+        wants_exact_kl = True
+
+    scored = [
+        replace(s, reward=0.0) for s in sample_scored(build_actor(), "b")
+    ]  # the KL alone has a gradient
+    bench = Bench(kl=KLSpec(coefficient=0.1))
+    bench.algorithms["b"] = bench.tasks["b"].algorithm = ExactGRPO(ExactGRPO.Config())
+    bench.update(scored, shares={"b": 1.0})
+    actor, reference = build_actor().model, build_model(seed=3)
+    for s in scored:
+        p, q = (all_logprobs(model, s, 0.7) for model in (actor, reference))
+        (
+            0.1 * (p.exp() * (p - q.detach())).sum() / sum(len(s.rollout.response_ids) for s in scored)
+        ).backward()
+    expected = {n: p.grad for n, p in actor.named_parameters() if p.grad is not None}
+    assert relative_difference(of_actor(bench), expected) < 1e-5
+
+
+def test_tokens_that_a_grammar_forced_are_no_part_of_the_distance_from_a_teacher():
+    batch = CreditBatch(
+        rewards=torch.zeros(1),
+        groups=torch.zeros(1, dtype=torch.long),
+        lengths=torch.tensor([3]),
+        choices=torch.tensor([True, False, False]),
+        old_logprobs=torch.tensor([-1.0, 0.0, 0.0]),
+        ref_logprobs=torch.tensor([-3.0, 0.0, 0.0]),
+    )
+    assert Distill(Distill.Config(exact=False)).credit(batch).metrics["teacher_kl"] == 2.0
 
 
 @pytest.mark.parametrize("kind", ["distill", "sampled", "sft"])
