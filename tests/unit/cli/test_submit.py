@@ -47,10 +47,11 @@ def cluster(tmp_path, monkeypatch):
 def test_a_job_that_slurm_ends_saves_and_comes_back(recipe, cluster, tmp_path):
     job = subprocess.Popen(["bash", RECIPES / recipe, "seed=3"], start_new_session=True)
     try:
-        until = time.monotonic() + 20
-        while not (tmp_path / "started").exists() and time.monotonic() < until:
-            time.sleep(0.01)
-        time.sleep(0.1)
+        until, num_nodes = time.monotonic() + 20, 3 if "several" in recipe else 0
+        while time.monotonic() < until:  # nodes start beside the training
+            time.sleep(0.1)
+            if (tmp_path / "started").exists() and cluster.read_text().count("ray start") == num_nodes:
+                break
         job.send_signal(signal.SIGTERM)  # as Slurm does, to the batch script alone
         assert job.wait(timeout=20) == 0
     finally:
