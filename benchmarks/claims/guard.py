@@ -133,6 +133,7 @@ def _build(name: str, seed: int, options: Options, *, steps: int, **overrides: A
 def _run_before(seed: int, options: Options) -> tuple[Path, dict[str, float], float]:
     """Train to the plant; return the run's directory, the level of each task there, false alarms."""
     trainer = _build("before", seed, options, steps=PLANT_AT)
+    trainer.add_guard(GuardWithPlant())  # a branch's guard of another class would start without history
     trainer.train()
     last = [_levels(e) for _, e in trainer.history[-3:]]
     return Path(trainer.config.output_dir), {n: mean([x[n] for x in last]) for n in PAIR}, _alarms(trainer)

@@ -114,9 +114,22 @@ class GuardWithPlant(SafetyGuard):
         evaluations: Mapping[str, TaskEvaluation],
         confirm: Confirm | None = None,
     ) -> GuardDecision:
-        """Judge as the guard does; a deaf one finds nothing."""
+        """Judge as the guard does; a deaf one finds nothing.
+
+        Raises:
+            RuntimeError: at a plant's first evaluation nothing is known of those before it, so that no fall
+                could be found: the checkpoint is of a run with a guard of another class.
+        """
         if self._is_deaf:
             return GuardDecision()
+        if (
+            self.plant
+            and not self._num_observed
+            and not any(name.endswith("/value") for name in self.metrics())
+        ):
+            raise RuntimeError(
+                "the guard of a run with a plant has no history: train up to it with this class"
+            )
         decision = super().observe(step, evaluations, confirm)
         is_starved = any(event.kind == "starved" for event in decision.events)
         if decision.action not in (GuardAction.keep, GuardAction.warn) or is_starved:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multitask_rl.records import Scored
-from multitask_rl.testing.builders import make_rollout
+from multitask_rl.testing.builders import make_evaluation, make_rollout
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
@@ -129,6 +129,22 @@ def test_a_learning_rate_spike_lasts_its_steps_and_passes_through_the_guard() ->
         guard.plant.process([])
         factors.append(guard.lr_factor(0))
     assert factors == [30.0, 30.0, 1.0, 1.0]
+
+
+def test_a_plant_needs_a_guard_that_knows_the_evaluations_before_it() -> None:
+    """Else the guard warms up during the fault: so the claim ran for a while, and found no fault."""
+    evaluations = {"a": make_evaluation([1.0] * 8 + [0.0] * 8, task="a")}
+    guard, resumed = (_module("plants").GuardWithPlant() for _ in range(2))
+    for one in (guard, resumed):
+        one.bind(["a"])
+        one.plant = _plant({"flips": 1.0})
+    with pytest.raises(RuntimeError, match="no history"):
+        guard.observe(0, evaluations)
+    before = _module("plants").GuardWithPlant()
+    before.bind(["a"])
+    before.observe(0, evaluations)
+    resumed.load_state_dict(before.state_dict())
+    resumed.observe(10, evaluations)
 
 
 def _history(golds: list[float], proxies: list[float]) -> list[tuple[int, dict[str, float]]]:
