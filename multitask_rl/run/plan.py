@@ -40,7 +40,7 @@ from multitask_rl.records import DatasetRecord
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
-from multitask_rl.step.task_state import build_algorithms, check_control_tokens, run_sampling
+from multitask_rl.step.task_state import build_algorithms, run_sampling
 from multitask_rl.training.backend import TrainingBackend
 
 if TYPE_CHECKING:
@@ -198,7 +198,6 @@ def plan_run(
     )
     if engine is None:
         build_config(plan.engine_class, config.rollout.engine_config, where="rollout.engine_config")
-    check_control_tokens(specs, plan.algorithms, config.model)
     for name, spec in specs.items():
         _check_task(spec, plan)
         if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):
@@ -350,6 +349,11 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
     if spec.environment:
         longest = spec.max_response_tokens or longest * spec.max_turns
     algorithm.check_length(where, longest)
+    if algorithm.num_control_tokens and config.model.lora.rank > 0:
+        raise ConfigError(
+            f"{where}.type: {spec.type} has control tokens and cannot train with model.lora.rank > 0: the "
+            "tokens' embeddings would stay as they are; set model.lora.rank=0 or another type"
+        )
     if spec.teacher and (plan.has_parts or config.batch.context_ranks > 1):
         raise ConfigError(
             f"{where}.teacher: a teacher is computed whole, and device_map.actor="

@@ -9,7 +9,7 @@ from typing import Any
 
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.kl import KLController
-from multitask_rl.config.run import ModelConfig, RunConfig
+from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
@@ -211,10 +211,9 @@ def build_task_states(
     """Build each task; ``rows`` are ``(training rows, held-out rows)`` by task.
 
     Raises:
-        ConfigError: control tokens with LoRA, the model's context cannot hold the response, or its vocabulary
-            cannot spell the task's grammar.
+        ConfigError: the model's context cannot hold the response, or its vocabulary cannot spell the task's
+            grammar.
     """
-    check_control_tokens(specs, algorithms, actor.config)
     if number := max((a.num_control_tokens for a in algorithms.values()), default=0):
         ids = actor.add_control_tokens(number)
         for algorithm in algorithms.values():
@@ -270,19 +269,6 @@ def build_task_states(
         task.sync_learner()
         tasks[name] = task
     return tasks
-
-
-def check_control_tokens(
-    specs: Mapping[str, TaskSpec], algorithms: Mapping[str, Algorithm], config: ModelConfig
-) -> None:
-    """Raise a ConfigError if an algorithm has control tokens and ``config`` has adapters."""
-    needs = [specs[name] for name, algorithm in algorithms.items() if algorithm.num_control_tokens]
-    if needs and config.lora.rank > 0:
-        raise ConfigError(
-            f"{needs[0].where}.type: {needs[0].type} has control tokens and cannot train with "
-            "model.lora.rank > 0: the tokens' embeddings would stay as they are; set model.lora.rank=0 or "
-            "another type"
-        )
 
 
 def run_sampling(config: RunConfig) -> SamplingParams:
