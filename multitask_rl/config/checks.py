@@ -171,10 +171,10 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
             f"{where.at('curriculum', 'by')}: a task of type distill without rewards has no pass rate; give "
             "it rewards, name a column of the rows, or leave curriculum out"
         )
-    if spec.kind in ("sft", "distill") and spec.kl.coefficient > 0:
+    if spec.kind in _UNSCORED and spec.kl.coefficient > 0:
         raise ConfigError(
-            f"{where.at('kl')}: type {spec.kind} has no KL term to the initial actor; leave kl out, or "
-            "measure it with a task of type anchor"
+            f"{where.at('kl')}: type {spec.kind} has no KL term to the initial actor; leave kl out"
+            + ("" if spec.kind == "anchor" else ", or measure it with a task of type anchor")
         )
     if spec.kind == "distill" and any(c.mode in ("penalty", "lagrangian") for c in spec.constraints):
         raise ConfigError(

@@ -66,7 +66,7 @@ class Learner:
         means = TokenMeans()
         norms: list[dict[str, float]] = []
         compared: dict[str, dict[str, float]] | None = None if compare else {}
-        num_skipped = 0
+        num_skipped = num_applied = 0
         for epoch in range(self._config.batch.num_epochs):
             # every task's samples are dealt evenly to the minibatches
             number, dealt = self._config.batch.num_minibatches, list(credited)
@@ -90,6 +90,7 @@ class Learner:
                 means.merge(result.means)
                 if result.norms is not None:
                     self.bad_updates = 0
+                    num_applied += bool(active)
                     compared = compare_gradients(result.sketches) if compared is None else compared
                     norms.append({"loss": result.loss, **result.norms})
                     continue
@@ -110,7 +111,7 @@ class Learner:
             if found:
                 metrics[key] = sum(found) / len(found)
         metrics |= {"padding_share": means.padding, "skipped_updates": float(num_skipped)}
-        metrics["updates"] = float(len(norms))
+        metrics["updates"] = float(num_applied)
         per_task = means.by_task()
         for name, numbers in (compared or {}).items():
             per_task[name] = per_task.get(name, {}) | numbers

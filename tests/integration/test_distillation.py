@@ -210,6 +210,7 @@ def test_answers_are_trained_on_with_their_end_and_are_not_scored(mixed):
         ({"type": DISTILL}, "type distill needs a teacher"),
         ({"type": "grpo", "teacher": "x", "rewards": ["math_answer"]}, "no other type has one"),
         ({"type": DISTILL, "teacher": "x", "kl": {"coefficient": 0.1}}, "no KL term to the initial actor"),
+        ({"type": "anchor", "kl": {"coefficient": 0.1}}, "no KL term to the initial actor; leave kl out"),
         ({"type": SFT, "environment": "number_game"}, "has one turn"),
         ({"type": SFT, "group_size": 4}, "one answer per row"),
         ({"type": SFT, "curriculum": {"by": "pass_rate"}}, "nothing that has a pass rate"),

@@ -95,6 +95,15 @@ def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_den
     assert relative_difference(skipping.gradient, computing.gradient) < 1e-5
 
 
+def test_a_minibatch_without_a_gradient_is_no_update():
+    scored = sampled("b", groups=2)
+    half = len(scored) // 2
+    for s in scored[:half]:
+        s.reward = 1.0
+    assert Bench(num_minibatches=len(scored)).update(scored, {"b": 1.0}).metrics["updates"] == half
+    assert Bench().update(scored[:half], {"b": 1.0}).metrics["updates"] == 0
+
+
 def test_shares_and_loss_weight_scale_a_tasks_gradient_and_no_other():
     scored = sampled("b")
     half, full = Bench(), Bench()
