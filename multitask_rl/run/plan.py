@@ -38,6 +38,7 @@ from multitask_rl.plugins import (
 )
 from multitask_rl.records import DatasetRecord
 from multitask_rl.rollout.base import RolloutEngine
+from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.step.task_state import build_algorithms, run_sampling
@@ -437,11 +438,12 @@ def reach_warning(every: int, reach: int) -> str:
 
 
 def check_overlap(plan: RunPlan) -> None:
-    """Refuse to learn from stale samples without a correction, and a quorum of episodes in lockstep.
+    """Refuse to learn from stale or rounded samples without a correction, and a quorum of lockstep episodes.
 
     Raises:
         ConfigError: a task turned truncated importance sampling off, a quorum would leave slow worlds that
-            lockstep waits for, or an engine given from Python would sample from weights while they move.
+            lockstep waits for, or an engine given from Python would sample from weights while they move, or
+            has settings in ``rollout.engine_config`` too.
     """
     config, engine = plan.config, plan.engine
     if engine is not None and (
@@ -452,7 +454,15 @@ def check_overlap(plan: RunPlan) -> None:
             "and with an engine that shares the actor's weights rollout.max_staleness=0 and no sharded actor "
             "(enable_3d_hybrid_engine sets rollout.max_staleness=1)"
         )
+    if engine is not None and (keys := sorted(config.rollout.engine_config)):
+        raise ConfigError(
+            f"rollout.engine_config ({', '.join(keys)}) is for an engine that the run builds, and one is "
+            "given from Python; leave it out, and give the settings to that engine"
+        )
     bound, quorum = config.rollout.max_staleness, config.batch.quorum
+    is_rounded = (
+        not config.model.autocast and sampling_weights(plan.engine_class, config.rollout) == "bfloat16"
+    )
     for name, spec in plan.specs.items():
         if spec.environment and quorum < 1.0 and plan.config.rollout.lockstep:
             raise ConfigError(
@@ -462,9 +472,17 @@ def check_overlap(plan: RunPlan) -> None:
                 "repeated: set one of them to its default (batch.quorum=1, rollout.lockstep=false)"
             )
         algorithm = plan.algorithms[name]
-        if bound > 0 and algorithm.on_policy and algorithm.config.truncated_is == 0:
-            raise ConfigError(
-                f"{spec.where}.algorithm_config.truncated_is is 0, and with "
-                f"rollout.max_staleness={bound} samples are older than the weights they train: nothing would "
-                "correct for it; give it a cap (default 2), or set rollout.max_staleness=0"
-            )
+        if not algorithm.on_policy or algorithm.config.truncated_is > 0:
+            continue
+        if bound > 0:
+            cause, remedy = f"max_staleness={bound}", "rollout.max_staleness=0"
+            difference = "samples are older than the weights they train"
+        elif is_rounded:
+            cause, remedy = "engine_config.weights=bfloat16", "model.autocast=true"
+            difference = "sampling is less precise than training"
+        else:
+            continue
+        raise ConfigError(
+            f"{spec.where}.algorithm_config.truncated_is is 0, and with rollout.{cause} {difference}: "
+            f"nothing would correct for it; give it a cap (default 2), or set {remedy}"
+        )

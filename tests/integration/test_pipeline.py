@@ -196,6 +196,10 @@ def test_the_timeline_tells_who_was_busy_and_who_waited(finished):
     [
         ({"batch": BatchConfig(quorum=0.5)}, "needs rollout.max_staleness >= 1"),
         ({"rollout": RolloutConfig(max_staleness=1)}, r"tasks\.copy\.algorithm_config\.truncated_is is 0"),
+        (
+            {"rollout": RolloutConfig(engine_config={"weights": "bfloat16"})},
+            "truncated_is is 0.*less precise",
+        ),
     ],
 )
 def test_settings_that_would_lose_or_bias_samples_are_refused(tmp_path, changes, message):

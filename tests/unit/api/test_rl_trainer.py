@@ -8,7 +8,7 @@ import torch
 from model_builders import build_actor, build_model, build_tokenizer
 from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer
 from multitask_rl.config import get_ppo_default_config
-from multitask_rl.config.run import LoraConfig, ModelConfig, RunConfig
+from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.rollout.hf import HFEngine
 from plain_rewards import digits
@@ -175,6 +175,16 @@ def test_an_engine_that_shares_the_weights_is_not_overlapped_with_their_update(t
     assert trainer.config.rollout.max_staleness == 0
     assert trainer.train_step().step == 0
     trainer.close()
+
+
+def test_settings_of_an_engine_beside_an_engine_are_refused(tmp_path: Path) -> None:
+    actor = build_actor()
+    run = RunConfig(
+        output_dir=str(tmp_path / "own"), rollout=RolloutConfig(engine_config={"weights": "actor"})
+    )
+    engine = HFEngine(actor.model, eos_token_ids=[1], pad_token_id=0)
+    with pytest.raises(ConfigError, match=r"rollout.engine_config \(weights\)"):
+        RLTrainer(actor, config=run, reward_fn=digits, engine=engine).open(PROMPTS)
 
 
 def test_torchrun_keeps_the_devices_that_were_asked_for_in_python(
