@@ -408,10 +408,10 @@ class Trainer:
         self._close("finished" if kind is None else "failed")
 
     def _close(self, status: str) -> None:
+        was_closed, self._is_closed = self._is_closed, True
         if self._parts is None:
             self.scorer.close()
-        elif not self._is_closed:
-            self._is_closed = True
+        elif not was_closed:
             self._parts.close(status)
 
     @contextlib.contextmanager

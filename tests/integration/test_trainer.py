@@ -19,7 +19,7 @@ from multitask_rl.config.run import (
     ModelConfig,
     RolloutConfig,
 )
-from multitask_rl.errors import CheckpointError, ConfigError, DataError
+from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import control_ids
 from multitask_rl.records import Scored
@@ -436,6 +436,8 @@ def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
     never_opened.close()
     never_opened.close()
     assert only_threads(before)
+    with pytest.raises(TrainingError, match="run has ended"):  # its reward pool would answer nothing
+        never_opened.train()
 
 
 def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished):
