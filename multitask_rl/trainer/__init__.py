@@ -351,7 +351,7 @@ class Trainer:
             parts.profiler.step()
         self.progress.step += 1
         stats = logged(stats)
-        numbers = {**step_numbers(report, stats, self.tasks), **self.scheduler.metrics(stats), **shares}
+        numbers = {**step_numbers(report, stats), **self.scheduler.metrics(stats), **shares}
         parts.trackers.log_metrics(numbers, self.step)
         parts.trackers.log_rollouts(recorded, self.step)
         return report
