@@ -177,12 +177,12 @@ class Trainer:
 
     @property
     def history(self) -> list[tuple[int, dict[str, TaskEvaluation]]]:
-        """All evaluations so far, in order: (step, evaluation by task)."""
+        """Evaluations of this process in order, undone ones too: (step, evaluation by task)."""
         return self.progress.history
 
     @property
     def events(self) -> list[Event]:
-        """Decisions of scheduler, guard and the other controllers, in order."""
+        """Decisions of scheduler, guard and the other controllers since this process began, in order."""
         return self.progress.events
 
     @property
@@ -285,7 +285,16 @@ class Trainer:
             self._close(status)
 
     def evaluate(self) -> Evaluations:
-        """Evaluate every task with the present weights, without training."""
+        """Evaluate every task with the present weights, without training, and close the trainer.
+
+        If no step was made and ``output_dir`` has checkpoints, the weights are those that a run would go on
+        from. The evaluation is not recorded.
+
+        Raises:
+            TrainingError: the trainer is closed.
+            RewardError: a task's rewards fail beyond its error budget, or give no result at all.
+            ConfigError: ``eval.num_prompts`` is 0.
+        """
         parts = self._open(track=False)
         try:
             return Evaluations(parts.evaluator.evaluate(self.step, must_score=True))
@@ -293,7 +302,14 @@ class Trainer:
             self._close("finished")
 
     def train_step(self) -> StepReport:
-        """Make one step: sample, score, learn, decide."""
+        """Make one step: sample, score, learn, update the scheduler. It evaluates nothing.
+
+        A checkpoint is saved only if sampling or scoring fails.
+
+        Raises:
+            TrainingError: the trainer is closed, or gradients stayed non-finite.
+            RewardError, CheckpointError: as ``train``.
+        """
         parts = self._open()
         parts.timeline.begin_step()
         with parts.supervisor.saving_on_failure():
