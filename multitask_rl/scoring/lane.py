@@ -33,9 +33,9 @@ OUTSIDE_KILLS = 10
 
 
 class Lane:
-    """The queue of the plugin ``source``: at most ``num_workers`` calls at once.
+    """The queue of the plugin ``source``. An item with an ``infra`` failure gets ``retries`` further calls.
 
-    An item with an ``infra`` failure gets ``retries`` further calls.
+    At most ``num_workers`` calls run at once, and ``SPARE_RUNNERS`` more while others stall.
     """
 
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
