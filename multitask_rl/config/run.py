@@ -277,9 +277,10 @@ class CheckpointConfig(Settings):
     """When checkpoints are written, how many are kept, and what a run resumes from."""
 
     every: Natural = 25
-    """Steps between checkpoints; 0 = only at the end."""
+    """Steps between checkpoints; 0 = only at the start and the end. With a guard, further ones hold weights
+    judged good, so that a rollback can reach them."""
     keep: Count = 4
-    """Number of newest checkpoints kept; the judged-good and the best are kept too."""
+    """Number of newest checkpoints kept; the two newest judged good and the best are kept too."""
     resume: str = "auto"
     """``auto`` (newest in the output directory, if any), ``never``, or a checkpoint's directory."""
 
