@@ -72,7 +72,7 @@ class Lane:
         self._first.wait_up()
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Queue ``items``; their latches count down as results arrive."""
+        """Queue ``items``; their latches count down as results arrive. In a closed lane they fail at once."""
         with self._condition:
             now = time.monotonic()
             if not self._queue:
@@ -80,6 +80,8 @@ class Lane:
                 if not self._calls():
                     self._last_answer = now
             self._queue.extend(items)
+            if self._closed:
+                self._fail_everything(FailureKind.infra, "the reward pool was closed")
             self._refuse_if_open()
             self._condition.notify_all()
 

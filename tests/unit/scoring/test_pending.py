@@ -70,6 +70,20 @@ def test_rollouts_that_end_in_any_order_are_scored_as_all_at_once(pool, task):
     assert [s.rollout for s in together] == rollouts
 
 
+def test_what_is_asked_after_the_pool_was_closed_fails_at_once(tmp_path):
+    """A run may end while a thread still samples: that thread asks on, and must not wait for ever."""
+    (tmp_path / "plugins.py").write_text(PLUGINS)
+    reward = RewardSpec(plugin=f"{tmp_path / 'plugins.py'}:length", name="length")
+    specs = {"length": TaskSpec(name="length", rewards=[reward])}
+    with RewardPool(specs, ScoringConfig(num_workers=1), seed=0, devices={}) as own:
+        pending = own.begin_scoring()
+    pending.add(batch_of("length", 2))
+    pending.seal()
+    until = time.monotonic() + 10
+    pending.wait(lambda: time.monotonic() > until)
+    assert [scored.failure and scored.failure.kind for scored in pending.results(range(4))] == ["infra"] * 4
+
+
 def test_a_plugin_that_takes_batches_sees_the_same_batch_and_one_by_one_begins_at_once(pool):
     batch = pool.begin_scoring()
     early, late = batch_of("length", 1), batch_of("call_size", 3)
