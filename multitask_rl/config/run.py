@@ -400,6 +400,9 @@ def recorded_config(run: Path) -> RunConfig:
 
     The tasks come from the record, not from the run's tasks file, which may have changed since. A fork that
     has no checkpoint of its own yet begins from the other run's again.
+
+    Raises:
+        ConfigError: the record cannot be read, or holds no tasks.
     """
     document, where = load_yaml(run / RECORD)
     tasks = document.get("tasks") if isinstance(document, Mapping) else None

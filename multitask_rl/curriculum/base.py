@@ -103,6 +103,9 @@ class SchedulerPolicy:
 
         ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and ``c_k`` the
         ``certainty``. Gains and losses must balance: the larger sum is scaled down to the smaller.
+
+        Raises:
+            PluginError: a preference of a task that was seen is missing, negative or not finite.
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()

@@ -56,6 +56,7 @@ class RunStore:
 
     Raises:
         ConfigError: another process trains into the directory.
+        CheckpointError: the directory cannot be written, or the checkpoint to resume from cannot be read.
     """
 
     def __init__(self, output_dir: Path, config: CheckpointConfig, *, track: bool = True) -> None:
