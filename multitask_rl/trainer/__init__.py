@@ -206,33 +206,44 @@ class Trainer:
         """Identity of the run with its trackers."""
         return self.parts.trackers.run_id
 
-    # -- settings of the Python front door ------------------------------------------------------------------
+    # -- settings of the Python front door: a ``TrainingError`` once the run is open ------------------------
+
+    def _check_not_open(self, method: str) -> None:
+        if self._parts is not None:
+            raise TrainingError(
+                f"{method} has no effect on a run that is open; call it before the run begins: before train, "
+                "train_step and evaluate"
+            )
 
     def set_task_scheduler(self, scheduler: DynamicTaskWeightScheduler) -> None:
-        """Use ``scheduler`` instead of the configured one. Before ``train``."""
+        """Use ``scheduler`` instead of the configured one. Before the run is open."""
+        self._check_not_open("set_task_scheduler")
         self.scheduler = scheduler
 
     def add_guard(self, guard: Guard) -> None:
-        """Use ``guard`` instead of the configured one. Before ``train``.
+        """Use ``guard`` instead of the configured one. Before the run is open.
 
         Raises:
             ConfigError: it watches a metric that no task has, or that has no direction.
         """
+        self._check_not_open("add_guard")
         self.guard = guard
         bind_controllers(self.plan, self.scheduler, guard, {})
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
-        """Insert a stage into the flow of every step, after the stage ``after``. Before ``train``."""
+        """Insert a stage into the flow of every step, after the stage ``after``. Before the run is open."""
+        self._check_not_open("insert_stage")
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
         """Overlap sampling, scoring and learning, share weights where possible; print and return the choice.
 
-        Sets ``rollout.max_staleness`` to 1 unless it is higher. Before ``train``.
+        Sets ``rollout.max_staleness`` to 1 unless it is higher. Before the run is open.
 
         Raises:
             ConfigError: a task or the engine does not work with it; nothing is changed.
         """
+        self._check_not_open("enable_3d_hybrid_engine")
         before, rollout = self.config, self.config.rollout
         staleness = max(1, rollout.max_staleness)
         self.plan.config = replace(before, rollout=replace(rollout, max_staleness=staleness))

@@ -427,6 +427,14 @@ def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
     before = set(threading.enumerate())
     with Trainer.from_config(run_config(tmp_path, "out", 5)) as trainer:
         trainer.train_step()
+        for late in (
+            lambda: trainer.insert_stage(Stage("late", lambda record: record), after="rewards"),
+            lambda: trainer.add_guard(SafetyGuard()),
+            lambda: trainer.set_task_scheduler(trainer.scheduler),
+            trainer.enable_3d_hybrid_engine,
+        ):
+            with pytest.raises(TrainingError, match="before the run begins"):
+                late()
         trainer.train_step()
     trainer.close()
     assert only_threads(before), "workers and engine are gone"
