@@ -127,7 +127,7 @@ def run_case(name: str, new_tokens: int) -> dict[str, dict[str, float]]:
                 trainer.train_step()
                 seconds.append(time.process_time() - began)
             trainer.parts.supervisor.inspect(last=True)
-        kept = estimate.num_checkpoints(config.checkpoint, STEPS)
+        kept = estimate.num_checkpoints(config)
         sizes = [
             sum(f.stat().st_size for f in p.rglob("*")) for p in (directory / "run/checkpoints").iterdir()
         ]

@@ -69,7 +69,11 @@ class PluginInfo:
 
 
 def list_plugins(group: str | None = None) -> list[PluginInfo]:
-    """Return the installed plugins of ``group`` (None = all of ``GROUPS``), sorted; imports none."""
+    """Return the installed plugins of ``group`` (None = all of ``GROUPS``), sorted; imports none.
+
+    Raises:
+        PluginError: no such group.
+    """
     if group is not None and group not in GROUPS:
         raise PluginError(f"unknown plugin group {group!r}; groups: {', '.join(GROUPS)}")
     return sorted(i for i in _entry_points(tuple(sys.path)) if group is None or i.group == group)

@@ -372,7 +372,10 @@ class TrainSample:
         return tokens[: sampled[-1] + 1] if sampled else [], sampled
 
     def split(self) -> list[TrainSample]:
-        """Return the samples to train on: one, and one more per turn with a context of its own."""
+        """Return the samples to train on: one, which is cut before each turn with a context of its own.
+
+        Parts without a sampled token are left out.
+        """
         starts = [i for i, turn in enumerate(self.turns) if turn.context_ids is not None]
         if not starts:
             return [self]

@@ -39,8 +39,8 @@ class AlgorithmConfig(Settings):
     """Weight of the entropy bonus, nats."""
     aggregation: Aggregation = "token"
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
-    their token means) or ``constant`` (sum over tokens / (samples * max_new_tokens)). Means leave out tokens
-    that a grammar forced, unless the task has a critic."""
+    their token means) or ``constant`` (sum over tokens / (samples * token limit of a response or episode)).
+    Means leave out tokens that a grammar forced, unless the task has a critic."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -138,7 +138,8 @@ class LossOutput:
 class Algorithm:
     """Base of all algorithms: one instance per task, built as ``Cls(Cls.Config(**algorithm_config))``.
 
-    Subclasses override what differs; the defaults train on every scored rollout as sampled.
+    A subclass defines ``credit`` and ``loss``, and overrides what else differs. The defaults of the other
+    methods train on every scored rollout as sampled.
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
@@ -175,7 +176,7 @@ class Algorithm:
         return type(self).outcome is not Algorithm.outcome
 
     def bind(self, control_token_ids: Sequence[int]) -> None:
-        """Receive the ids of the ``num_control_tokens`` control tokens, once, before any other call."""
+        """Receive the ids of the ``num_control_tokens`` control tokens, once, before the first prompt."""
 
     def check_length(self, where: str, max_response_tokens: int) -> None:
         """Check, before a model loads, that the settings fit responses of so many tokens. Default: any do.
@@ -197,7 +198,11 @@ class Algorithm:
         return scored.reward if scored.reward is not None else 0.0
 
     def select(self, scored: Sequence[Scored]) -> list[TrainSample]:
-        """Return the samples of the step's scored rollouts of the task (failures are left out before)."""
+        """Return the training samples of the step's scored rollouts of the task.
+
+        No response in ``scored`` failed. Rejected ones are there only with ``trains_rejected``, and those
+        without a reward only without ``needs_reward``.
+        """
         return [
             TrainSample(
                 scored=s,

@@ -81,7 +81,10 @@ class GRPO(Algorithm):
         return group.centre(values, batch.groups)
 
     def normalise(self, deviations: Tensor, batch: CreditBatch, signal: str) -> Tensor:
-        """Return centred values [B] over the running scale of a signal: ``reward``, ``cost/<constraint>``."""
+        """Return centred values [B] divided as the setting ``normalisation`` says.
+
+        ``task`` updates and uses the running scale of ``signal``: ``reward`` or ``cost/<constraint>``.
+        """
         if self.config.normalisation == "none":
             return deviations
         if self.config.normalisation == "group":

@@ -49,7 +49,11 @@ def is_file(path: Path) -> bool:
 
 
 def parse_template(template: str) -> list[tuple[str, str | None, str | None, str | None]]:
-    """Return the pieces of a prompt template as ``string.Formatter.parse`` does; refuse what is no column."""
+    """Return the pieces of a prompt template as ``string.Formatter.parse`` does.
+
+    Raises:
+        ConfigError: it is malformed, or a field is no column, or has a conversion or format that is refused.
+    """
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -70,7 +74,11 @@ def parse_template(template: str) -> list[tuple[str, str | None, str | None, str
 
 
 def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
-    """Check what concerns all tasks together: weights, floors and former names."""
+    """Check what concerns all tasks together.
+
+    Raises:
+        ConfigError: all weights are 0, floors add up to more than 1, or two tasks have one former name.
+    """
     file = where.file or "tasks"
     trained = [s for s in specs.values() if not s.evaluation_only]
     if trained and max(s.weight for s in trained) <= 0:
@@ -231,7 +239,7 @@ def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
 
 
 def check_entry_point(where: Where, group: str, name: str) -> None:
-    """Refuse a name that no entry point of ``group`` has."""
+    """Raise ``ConfigError`` for a plain name that no entry point of ``group`` has."""
     names = sorted({plugin.name for plugin in list_plugins(group)})
     if name not in names and ":" not in name:  # loading checks module:object and file.py:object
         kind = group.rpartition(".")[2].removesuffix("s").replace("_", " ")

@@ -55,7 +55,7 @@ class DeviceSet:
 
 
 def parse_devices(text: str, where: str = "device") -> DeviceSet:
-    """Return the devices that ``text`` names.
+    """Return the devices that ``text`` names; ConfigError, which begins with ``where``, if it names none.
 
     >>> parse_devices("cuda:0-2,5").indices
     (0, 1, 2, 5)
@@ -195,9 +195,10 @@ def actor_devices(config: RunConfig) -> DeviceSet:
 
 
 def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
-    """Return the devices of the actor and of the critic in each learner rank.
+    """Return (device of the actor, device of the critic) of each learner rank.
 
-    Ranks that outnumber the critic's devices share them in turn; a single one is ("", ""): where they are.
+    If there are more ranks than devices of the critic, the ranks get these in turn. A single rank gets
+    ``("", "")``: its models stay where they are.
 
     Raises:
         ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.

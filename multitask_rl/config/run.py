@@ -277,9 +277,10 @@ class CheckpointConfig(Settings):
     """When checkpoints are written, how many are kept, and what a run resumes from."""
 
     every: Natural = 25
-    """Steps between checkpoints; 0 = only at the end."""
+    """Steps between checkpoints; 0 = only at the start and the end. With a guard, further ones hold weights
+    judged good, so that a rollback can reach them."""
     keep: Count = 4
-    """Number of newest checkpoints kept; the judged-good and the best are kept too."""
+    """Number of newest checkpoints kept; the two newest judged good and the best are kept too."""
     resume: str = "auto"
     """``auto`` (newest in the output directory, if any), ``never``, or a checkpoint's directory."""
 
@@ -399,6 +400,9 @@ def recorded_config(run: Path) -> RunConfig:
 
     The tasks come from the record, not from the run's tasks file, which may have changed since. A fork that
     has no checkpoint of its own yet begins from the other run's again.
+
+    Raises:
+        ConfigError: the record cannot be read, or holds no tasks.
     """
     document, where = load_yaml(run / RECORD)
     tasks = document.get("tasks") if isinstance(document, Mapping) else None

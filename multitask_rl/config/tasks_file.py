@@ -110,6 +110,9 @@ def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
 def fill_weights(names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
     """Return weights that sum to 1; a missing one is the mean of those given.
 
+    Raises:
+        ConfigError: a weight of an unknown task, one that is negative or not finite, or all are 0.
+
     >>> fill_weights(["a", "b"], {"a": 2.0})
     {'a': 0.5, 'b': 0.5}
     """

@@ -29,8 +29,8 @@ class SchedulerPolicyConfig(Settings):
     prompts_averaged: Count = 1
     """Fewest prompts that a task's averages span: a step with few prompts gets a smaller gain."""
     prior_prompts: Natural = 100
-    """Evidence of the initial weights, in prompts: after this many prompts of a task, its share has moved
-    half of the way from its initial weight to the policy's preference."""
+    """Evidence of the initial weights, in prompts: after this many prompts of a task, its share has moved at
+    most half of the way from its initial weight to the policy's preference."""
     gradients_every: Natural = 0
     """Steps between comparisons of the tasks' gradients, which add ``grad_norm`` and ``cosine/<other task>``
     to a task's metrics; 0 = never."""
@@ -77,7 +77,11 @@ class SchedulerPolicy:
         """Create the policy's own state; ``tasks``, ``targets`` and ``prior`` are set."""
 
     def update(self, stats: Mapping[str, TaskStats], step: int) -> None:
-        """Update from the statistics of one step. A task without prompts or finite value stays as it is."""
+        """Update from the statistics of one step.
+
+        A task without prompts stays as it is. Without a finite value a task keeps its level; its share of
+        informative groups moves.
+        """
         own, progress = self.config, dict[str, float]()
         for task, trace in self.traces.items():
             if task in stats:
@@ -99,6 +103,9 @@ class SchedulerPolicy:
 
         ``share_k = prior_k + c_k (r_k - prior_k)`` with ``r`` the normalised preferences and ``c_k`` the
         ``certainty``. Gains and losses must balance: the larger sum is scaled down to the smaller.
+
+        Raises:
+            PluginError: a preference of a task that was seen is missing, negative or not finite.
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()

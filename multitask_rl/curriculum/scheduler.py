@@ -54,7 +54,7 @@ _DEFAULTS = SchedulerConfig()
 
 
 class DynamicTaskWeightScheduler:
-    """Decides the shares of a step: ``bind`` once, ``quotas`` before sampling, ``update`` after scoring.
+    """Decides the shares of a step: ``bind`` first, ``quotas`` before sampling, ``update`` after scoring.
 
     Args:
         initial_weights: weight per task, >= 0, normalised; a missing task gets the mean of the given weights.
@@ -132,7 +132,9 @@ class DynamicTaskWeightScheduler:
         reward_ranges: Mapping[str, tuple[float, float]] | None = None,
         seed: int = 0,
     ) -> None:
-        """Set the trained tasks, once, before the first step; the first ``update`` reports initial weights.
+        """Set the trained tasks and reset the state, before the first step.
+
+        The first ``update`` reports the initial weights.
 
         Args:
             tasks: their names.
@@ -354,8 +356,8 @@ class DynamicTaskWeightScheduler:
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``; ``renamed`` maps old task names to new ones.
 
-        A new task starts fresh. State of another policy, or of another ``metric_key``, is ignored, and the
-        next ``update`` warns.
+        A new task starts fresh. With another policy or ``metric_key`` all statistics start fresh, and
+        the next ``update`` warns; gate, carry and the guard's factors are restored.
         """
         # events that the run has already reported
         self._pending = [event for event in self._pending if event.reason not in state["said"]]
@@ -385,9 +387,12 @@ class UnlearnableGate:
     If a task is never solved, all rollouts of a group fail alike and every advantage is 0; a policy that
     favours the worst task would give it the whole budget.
 
-    - Held: the smoothed share of groups with a gradient is below 2 % for 200 steps in a row.
+    - Held: the smoothed share of groups with a gradient is below 2 % for 200 steps in a row in which the task
+      had prompts. Its floor is at least ``probe_share``.
     - Released: that share is above 5 %.
     - A task at 90 % of its target or more is solved: it is never held, and released if it is.
+
+    If all tasks are held, the shares are the prior. A policy that is not adaptive keeps its shares.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:

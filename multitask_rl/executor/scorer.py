@@ -26,6 +26,7 @@ from multitask_rl.tracking.timeline import Span
 _CALLS = 4
 """Calls that one pool answers at the same time: its metrics can be read while it scores."""
 _ROUND_NUMBERS = itertools.count()
+_CLOSED = "the Ray reward pools are closed"
 
 T = TypeVar("T")
 
@@ -107,7 +108,11 @@ class DealtRound(Generic[T]):
     def seal(self, order: Sequence[int] | None = None) -> None:
         """See ``Pending``."""
         self._order = list(range(len(self._rollouts)) if order is None else order)
-        self._background.submit(self._collect)
+        self._background.submit(self._collect).add_done_callback(self._fail_cancelled)
+
+    def _fail_cancelled(self, collecting: Future[None]) -> None:
+        if collecting.cancelled():
+            self._answers.set_exception(EngineError(_CLOSED))
 
     def _collect(self) -> None:
         try:
@@ -188,7 +193,7 @@ class RayScorer:
 
     def _open(self) -> ActorGroup:
         if self._group is None:
-            raise EngineError("the Ray reward pools are closed")
+            raise EngineError(_CLOSED)
         return self._group
 
     def _ask(self, method: str, work: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:

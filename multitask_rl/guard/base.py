@@ -71,9 +71,10 @@ class Guard:
         raise NotImplementedError
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore, by default the newest judged good; None = keep these weights.
+        """Return the checkpoint to restore; None = keep these weights.
 
-        If the checkpoint is damaged, the trainer calls this again without it.
+        Default: the newest judged good, also if it is more than ``rollback_steps`` old. If the checkpoint is
+        damaged, the trainer calls this again without it.
         """
         return newest_good(checkpoints)
 

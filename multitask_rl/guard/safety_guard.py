@@ -207,7 +207,10 @@ class SafetyGuard(Guard):
             self._hacking.forget()
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back."""
+        """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back.
+
+        None: there is none, or none is better than the present weights (``choose_step``).
+        """
         good = {c.step: c for c in checkpoints if c.judged_good}
         steps = [step for step in good if 0 <= self._step - step <= self.rollback_steps]
         chosen = choose_step(steps, self._values(self._fallen), fell_after=self._good_until)

@@ -44,7 +44,9 @@ class SafetyGuardConfig(Settings):
     lr_factor: Positive = 0.5
     """Factor on the learning rate after a rollback (to the power of the rollbacks in the window)."""
     lr_hold_steps: Natural = 50
+    """Steps after a rollback at ``lr_factor``."""
     lr_rewarm_steps: Natural = 50
+    """Steps after those, over which the factor rises linearly to 1."""
     culprit_factor: NotNegative = 0.5
     """Factor on the share of the task held to be the cause (to the power of the rollbacks in the window)."""
     victim_factor: Positive = 2.0

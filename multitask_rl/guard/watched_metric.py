@@ -58,8 +58,8 @@ class RegressionDetector:
     maximum of N noisy values would lie about sigma * sqrt(2 ln N) above the true one. The *CUSUM* sums the
     shortfalls below it, less half the relevant drop each: noise cancels, a real drop adds up.
 
-    With ``m`` the demonstrated value before the evaluation, ``x`` its mean and ``s`` the standard error:
-    ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``, alarm when ``S > h``.
+    With ``m`` the demonstrated value before the evaluation, ``x`` its mean and ``s`` the smoothed standard
+    error: ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``, alarm when ``S > h``.
 
     Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with ``m`` estimated on the
     way.
@@ -68,8 +68,9 @@ class RegressionDetector:
     count: int = 0
     """Evaluations seen."""
     value: float = 0.0
-    """The newest mean; ``error`` is its standard error."""
+    """The newest mean."""
     error: float = 0.0
+    """Smoothed standard error of a mean: the root of ``variance``."""
     average: float = 0.0
     """Moving average of the means."""
     average_weight: float = 0.0
@@ -81,7 +82,8 @@ class RegressionDetector:
     demonstrated: float | None = None
     """The demonstrated value, without the newest evaluation; None before the second evaluation."""
     bound: float = -math.inf
-    """Running maximum of the lower confidence bound, the newest evaluation included."""
+    """Lower confidence bound of the moving average, the newest evaluation included: its running maximum, from
+    the end of the warm-up on."""
     cusum: float = 0.0
     slack: float = 0.0
     """k of the newest evaluation."""
@@ -128,7 +130,7 @@ class RegressionDetector:
         return settings.limit + math.log(settings.num_metrics) / (2.0 * max(self.slack, settings.min_slack))
 
     def alarms(self, settings: DetectorSettings) -> bool:
-        """Whether the evidence of a fall exceeds the limit."""
+        """Whether the evidence of a fall exceeds the limit, after the warm-up."""
         return self.count > settings.warmup and self.cusum > self.limit(settings)
 
     def is_good(self, settings: DetectorSettings) -> bool:

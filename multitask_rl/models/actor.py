@@ -54,7 +54,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class Actor:
-    """The policy that every task trains; its model is in evaluation mode outside of ``learning``."""
+    """The policy that every task trains; its model is in evaluation mode outside of ``learning``.
+
+    Raises:
+        ConfigError: neither tokenizer nor model names a token that ends a response.
+    """
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
@@ -406,7 +410,7 @@ def weight_dtype(config: ModelConfig, device: str = "") -> torch.dtype:
 
 
 def check_attention(config: ModelConfig, device: str = "") -> None:
-    """Refuse an attention that is unknown, not installed, or that cannot train on ``device`` in its dtype."""
+    """Raise ``ConfigError`` for an attention that is unknown, missing, or cannot train on ``device``."""
     from transformers import utils
 
     name, device = config.attn_implementation, default_device(device)

@@ -68,7 +68,20 @@ class HFConfig(Settings):
 
 
 class HFEngine(RolloutEngine):
-    """Samples from the model it is given, with its weights at the time of the call."""
+    """Samples from the model it is given, with its weights at the time of the call.
+
+    Args:
+        model: a causal language model of ``transformers``.
+        eos_token_ids: tokens that end a response.
+        pad_token_id: token in cells without one.
+        decode: text of token ids, special tokens included; None = stop strings end no response.
+        max_batch_tokens: most prompt and response tokens in one batch.
+        grammars: the grammars of the tokenizer; None = a request with a grammar is an ``EngineError``.
+        autocast: sample under bfloat16 autocast.
+        prefill_tokens: prompt tokens of one forward pass.
+        use_cache: keep keys and values from token to token where the model can.
+        kept_tokens: most tokens of conversations whose keys and values are kept between calls.
+    """
 
     Config = HFConfig
     shares_weights = True

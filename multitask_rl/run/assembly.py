@@ -336,7 +336,7 @@ def build_scorer(plan: RunPlan) -> RunScorer:
 
 
 def describe_overlap(plan: RunPlan, actor: Actor) -> str:
-    """Return as text what runs at the same time, what is shared, and why."""
+    """Return as text what an overlapped run does at the same time, what it shares, and why."""
     config = plan.config
     name, bound = config.rollout.engine, config.rollout.max_staleness
     if config.executor == "ray":

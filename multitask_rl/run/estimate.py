@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from multitask_rl.boundary.printable import first_line
-from multitask_rl.config.run import CheckpointConfig, ModelConfig, RunConfig
+from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.curriculum.quotas import normalise, raise_to_floors
 from multitask_rl.data.render import render_answer, render_prompt
 from multitask_rl.errors import ConfigError
@@ -279,7 +279,7 @@ def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float)
     one = saved * width + moment_bytes(trainable, width) + 4 * parameters * has_average(plan)
     if critic := _critic_shape(plan, parameters):
         one += critic[0] * critic[1] + moment_bytes(*critic)
-    number = num_checkpoints(config.checkpoint, config.max_steps)
+    number = num_checkpoints(config)
     per_step = config.batch.prompts_per_step * config.batch.group_size
     if config.tracking.store_rollouts >= 0:
         per_step = min(per_step, len(plan.trained) * config.tracking.store_rollouts)
@@ -296,7 +296,7 @@ def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float)
 
 def disk_text(config: RunConfig, disk: Mapping[str, float]) -> str:
     """Return what ``estimate_disk`` says, and whether the disk has room for it."""
-    number = num_checkpoints(config.checkpoint, config.max_steps)
+    number = num_checkpoints(config)
     parts = {k: v for k, v in disk.items() if k not in ("a checkpoint", "total")}
     free = free_bytes(Path(config.output_dir))
     text = (
@@ -311,10 +311,16 @@ def disk_text(config: RunConfig, disk: Mapping[str, float]) -> str:
     )
 
 
-def num_checkpoints(config: CheckpointConfig, max_steps: int) -> int:
-    """Return how many checkpoints a run of ``max_steps`` steps keeps at most."""
-    written = 2 + (max_steps - 1) // config.every if config.every else 2  # the first and the last always
-    return min(written, config.keep + KEPT_BESIDE)
+def num_checkpoints(config: RunConfig) -> int:
+    """Return how many checkpoints the run keeps at most: every evaluation may judge its weights good."""
+    every, evaluated = config.checkpoint.every, config.eval.every if config.guard.enabled else 0
+    reach = max(1, config.guard.rollback_steps // 2)
+    written, good_at = 2, -math.inf  # the first and the last always
+    for step in sorted({s for n in (every, evaluated) if n for s in range(n, config.max_steps, n)}):
+        is_judged = evaluated > 0 and step % evaluated == 0
+        if (every and step % every == 0) or step - good_at >= min(every or reach, reach):
+            written, good_at = written + 1, step if is_judged else good_at
+    return min(written, config.checkpoint.keep + KEPT_BESIDE)
 
 
 def has_reference(plan: RunPlan) -> bool:

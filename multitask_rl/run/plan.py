@@ -119,7 +119,10 @@ class RunPlan:
 
     @property
     def samples_from_copy(self) -> bool:
-        """The engine samples from a whole copy of the actor in this process, beside the trained weights."""
+        """The engine needs a whole copy of the actor in this process.
+
+        It samples from the actor's weights, which updates change meanwhile, or which no process has whole.
+        """
         is_needed = self.config.rollout_lag > 0 or self.has_parts
         return is_needed and self.engine_class.shares_weights and self.config.executor == "local"
 
@@ -144,7 +147,7 @@ class RunPlan:
 def plan_run(
     config: RunConfig, dataloader: TaskDataLoader | None = None, engine: RolloutEngine | None = None
 ) -> RunPlan:
-    """Read and check everything that needs no model.
+    """Read and check everything that needs no model; make the output directory.
 
     ``dataloader`` and ``engine`` are given in Python. Tasks that ``dataloader`` lacks need a ``dataset``.
 

@@ -40,7 +40,7 @@ class _Part:
 
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
-    """Counters, evaluations and events of a run, saved in every checkpoint."""
+    """Counters, evaluations and events of a run; a checkpoint holds the counters only."""
 
     step: int = 0
     """Steps made."""
@@ -51,7 +51,7 @@ class RunProgress:
     num_confirmations: int = 0
     """Confirmations since the start, rollbacks included; each has its own seeds."""
     history: list[tuple[int, dict[str, TaskEvaluation]]] = field(default_factory=list)
-    """Step and evaluations; not in checkpoints."""
+    """Step and evaluations since the process began; not in checkpoints."""
     events: list[Event] = field(default_factory=list)
     """Decisions since the process began; not in checkpoints."""
 
@@ -134,8 +134,8 @@ class RunState:
     def restore(self, checkpoint: Checkpoint, *, without: Collection[str] = ()) -> None:
         """Restore ``checkpoint``, the actor's weights first.
 
-        A task that the checkpoint lacks starts fresh, unless it has the task's ``renamed_from``. The state of
-        a removed task is dropped. The parts ``without`` stay as they are.
+        A task that the checkpoint lacks starts fresh, or takes over the state of the task named by its
+        ``renamed_from``. The state of a removed task is dropped. The parts ``without`` stay as they are.
 
         Raises:
             CheckpointError: a part cannot be read.

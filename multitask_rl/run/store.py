@@ -56,6 +56,7 @@ class RunStore:
 
     Raises:
         ConfigError: another process trains into the directory.
+        CheckpointError: the directory cannot be written, or the checkpoint to resume from cannot be read.
     """
 
     def __init__(self, output_dir: Path, config: CheckpointConfig, *, track: bool = True) -> None:
@@ -145,8 +146,8 @@ class RunStore:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
 
         A fork has that of the run whose checkpoint it begins from. None with adapters: the base model is the
-        reference. One that ``follows`` the actor is restored later, from the checkpoint if this holds it:
-        then the one of the start may be missing.
+        reference. With ``follows`` (``model.reference_decay`` below 1) ``resume`` restores the reference from
+        the checkpoint, if the checkpoint has one. The directory ``reference`` may then be missing.
 
         Raises:
             CheckpointError: it is damaged, cannot be written, or is missing and ``actor`` has been trained.

@@ -33,9 +33,9 @@ OUTSIDE_KILLS = 10
 
 
 class Lane:
-    """The queue of the plugin ``source``: at most ``num_workers`` calls at once.
+    """The queue of the plugin ``source``. An item with an ``infra`` failure gets ``retries`` further calls.
 
-    An item with an ``infra`` failure gets ``retries`` further calls.
+    At most ``num_workers`` calls run at once, and ``SPARE_RUNNERS`` more while others stall.
     """
 
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
@@ -72,7 +72,7 @@ class Lane:
         self._first.wait_up()
 
     def submit(self, items: Sequence[Item]) -> None:
-        """Queue ``items``; their latches count down as results arrive."""
+        """Queue ``items``; their latches count down as results arrive. In a closed lane they fail at once."""
         with self._condition:
             now = time.monotonic()
             if not self._queue:
@@ -80,6 +80,8 @@ class Lane:
                 if not self._calls():
                     self._last_answer = now
             self._queue.extend(items)
+            if self._closed:
+                self._fail_everything(FailureKind.infra, "the reward pool was closed")
             self._refuse_if_open()
             self._condition.notify_all()
 

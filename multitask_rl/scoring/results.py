@@ -46,8 +46,9 @@ _NOT_OF_PLUGINS = (
 def to_result(raw: Any, traits: PluginTraits, source: str) -> RewardResult:
     """Return the result of a reward for ``raw``, the value that the plugin ``source`` returned.
 
-    ``raw`` is a number, None (not applicable), a ``Score``, a ``Failure``, or a mapping with ``score``,
-    perhaps ``answer`` or verl's ``pred`` (text), and further numbers, which become components.
+    ``raw`` is a number, None (not applicable), a ``Score``, a ``Failure``, or a mapping. A mapping has the
+    value as ``score`` (else ``value``, else ``reward``), perhaps ``answer`` or verl's ``pred`` (text), and
+    further numbers, which become components.
     """
     if type(raw) is float:  # almost every score: skips the checks of types
         return _checked(raw, {}, traits, source)

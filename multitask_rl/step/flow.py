@@ -94,7 +94,7 @@ class StreamingStage(Stage):
         raise NotImplementedError
 
     def order(self, record: Any) -> Any:
-        """Return the key that sorts the records of a batch."""
+        """Return the key that sorts the records of a batch. Default: they keep their order."""
         return 0
 
     def process(self, items: list[Any]) -> list[Any]:
@@ -103,7 +103,15 @@ class StreamingStage(Stage):
 
 
 class DataFlow:
-    """Stages and the edges between them; runs in topological order."""
+    """Stages and the edges between them; runs in topological order.
+
+    Args:
+        stages: added in their order, each connected to the one before it. Further stages and edges come by
+            ``add``, ``connect`` and ``insert``.
+
+    Raises:
+        ConfigError: as ``add`` and ``connect``.
+    """
 
     def __init__(self, stages: Iterable[Stage] = ()) -> None:
         self._stages: list[Stage] = []
@@ -172,7 +180,11 @@ class DataFlow:
         return self
 
     def insert(self, stage: Stage, *, after: Stage | str) -> DataFlow:
-        """Put ``stage`` on every edge that leaves ``after``, or at the end if none does."""
+        """Put ``stage`` on every edge that leaves ``after``, or at the end if none does.
+
+        Raises:
+            ConfigError: no such stage as ``after``, or as ``add`` and ``connect``.
+        """
         self.add(stage)
         origin = self._find(after).name
         places = [i for i, (source, _) in enumerate(self._edges) if source == origin]
@@ -195,9 +207,9 @@ class DataFlow:
         return DataFlow(stages[:place]), DataFlow(stages[place:])
 
     def __call__(self, items: Iterable[Any], *, note: Note | None = None) -> list[Any]:
-        """Pass ``items`` through once and return what the last stage produces.
+        """Pass ``items`` through once and return what the last of ``stages`` produces.
 
-        Stages without a source get ``items``; ``note`` gets the span of each stage that does not stream.
+        Each stage without a source gets ``items``. ``note`` gets the span of each stage that does not stream.
         """
         stages, given = self.stages, list(items)
         if self._is_chain(stages):

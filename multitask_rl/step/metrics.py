@@ -235,9 +235,7 @@ _NO_RATE = 1e-3
 """Seconds below which a rate says nothing."""
 
 
-def step_numbers(
-    report: StepReport, stats: Mapping[str, TaskStats], tasks: Mapping[str, TaskState]
-) -> dict[str, float]:
+def step_numbers(report: StepReport, stats: Mapping[str, TaskStats]) -> dict[str, float]:
     """Return every number of the step by its name in the logs."""
     seconds = report.seconds["step"]
     counts, tokens = Counter[str](), Counter[str]()

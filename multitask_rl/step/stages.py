@@ -613,7 +613,7 @@ class RewardBatch:
         return {name: self._rollouts[indices[0]].task for name, indices in self._groups.items()}
 
     def wait(self) -> str:
-        """Wait until the quorum of the groups is scored; return the task waited for last, if any."""
+        """Wait until the quorum of the groups is scored; return the task waited for last ("": no wait)."""
         if self._quorum >= 1.0:
             return self._pending.wait()
         counted = self._groups.keys() if self.counted is None else self.counted
@@ -654,7 +654,9 @@ class RewardBatch:
         return records
 
     def deliveries(self) -> Iterator[list[Scored]]:
-        """Yield the groups that are scored at the quorum, then those scored since, until no group is open.
+        """Wait for the quorum and yield the groups scored by then; afterwards, those scored since.
+
+        Later parts do not wait, so they may be empty. The iterator ends when no group is open.
 
         Raises:
             RewardError: a task's error budget is spent.
@@ -727,7 +729,7 @@ class RewardStage(StreamingStage):
         """The batch of each call of ``stream``; the caller takes them out."""
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Scored]]:
-        """Begin to score every rollout, then return: see ``RewardBatch.deliveries`` for what is yielded."""
+        """Begin to score every rollout, then return an iterator: ``RewardBatch.deliveries``."""
         judging = self._scorer.begin_judging() if self._later else None
         batch = RewardBatch(
             self._scorer.begin_scoring(), self._with_costs, self._quorum, judging=judging, later=self._later
@@ -783,7 +785,7 @@ class AdvantageStage(Stage):
         """The advantages [T] of each rollout of the last call."""
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
-        """Leave out failures; let each task's algorithm select and credit its records."""
+        """Let each task's algorithm select and credit its records, without those not ``is_trainable``."""
         by_task: dict[str, list[Scored]] = {name: [] for name in self._tasks}
         for scored in items:
             if is_trainable(self._tasks[scored.rollout.task], scored):
@@ -820,8 +822,8 @@ class UpdateStage(Stage):
     ) -> None:
         """Set up the update of ``step``.
 
-        ``shares`` maps the tasks that have samples to the shares of their losses; ``factor`` multiplies the
-        learning rate; ``compare``: the tasks' gradients (``Learner.update``).
+        ``shares`` maps the tasks that have samples to the shares of their losses. ``factor`` multiplies the
+        learning rate. With ``compare`` the tasks' gradients are compared (``Learner.update``).
         """
         self._step, self._shares, self._factor, self._compare = step, shares, factor, compare
 

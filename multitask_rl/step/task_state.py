@@ -119,7 +119,7 @@ class TaskState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``state_dict``; missing parts start fresh, with a warning if a setting changed."""
+        """Restore ``state_dict``; what a changed setting makes useless starts fresh, with a warning."""
         name, kind = self.spec.name, state["type"]
         self.former_definitions = state["definitions"]
         new_rules = {name for name in self.multipliers if self.is_redefined(f"rule/{name}")}
@@ -318,7 +318,10 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
 
 
 def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
-    """Return the prompt of ``row``, conditioned by the algorithm unless for ``evaluation``."""
+    """Return the prompt of ``row``, as the algorithm conditions it for training.
+
+    With ``evaluation`` it is not conditioned and has no given answer: ``render_rows`` cuts it first.
+    """
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
     given = render_answer_ids(task, row, actor) if task.spec.kind == "sft" and not evaluation else None
     return Prompt(
@@ -339,7 +342,7 @@ def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
 
 
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
-    """Return conditioned evaluation prompts; one that does not fit keeps its end (the question)."""
+    """Return evaluation prompts, conditioned by the algorithm; one that is too long loses its beginning."""
     prompts = []
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)

@@ -177,12 +177,12 @@ class Trainer:
 
     @property
     def history(self) -> list[tuple[int, dict[str, TaskEvaluation]]]:
-        """All evaluations so far, in order: (step, evaluation by task)."""
+        """Evaluations of this process in order, undone ones too: (step, evaluation by task)."""
         return self.progress.history
 
     @property
     def events(self) -> list[Event]:
-        """Decisions of scheduler, guard and the other controllers, in order."""
+        """Decisions of scheduler, guard and the other controllers since this process began, in order."""
         return self.progress.events
 
     @property
@@ -206,33 +206,44 @@ class Trainer:
         """Identity of the run with its trackers."""
         return self.parts.trackers.run_id
 
-    # -- settings of the Python front door ------------------------------------------------------------------
+    # -- settings of the Python front door: a ``TrainingError`` once the run is open ------------------------
+
+    def _check_not_open(self, method: str) -> None:
+        if self._parts is not None:
+            raise TrainingError(
+                f"{method} has no effect on a run that is open; call it before the run begins: before train, "
+                "train_step and evaluate"
+            )
 
     def set_task_scheduler(self, scheduler: DynamicTaskWeightScheduler) -> None:
-        """Use ``scheduler`` instead of the configured one. Before ``train``."""
+        """Use ``scheduler`` instead of the configured one. Before the run is open."""
+        self._check_not_open("set_task_scheduler")
         self.scheduler = scheduler
 
     def add_guard(self, guard: Guard) -> None:
-        """Use ``guard`` instead of the configured one. Before ``train``.
+        """Use ``guard`` instead of the configured one. Before the run is open.
 
         Raises:
             ConfigError: it watches a metric that no task has, or that has no direction.
         """
+        self._check_not_open("add_guard")
         self.guard = guard
         bind_controllers(self.plan, self.scheduler, guard, {})
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
-        """Insert a stage into the flow of every step, after the stage ``after``. Before ``train``."""
+        """Insert a stage into the flow of every step, after the stage ``after``. Before the run is open."""
+        self._check_not_open("insert_stage")
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
         """Overlap sampling, scoring and learning, share weights where possible; print and return the choice.
 
-        Sets ``rollout.max_staleness`` to 1 unless it is higher. Before ``train``.
+        Sets ``rollout.max_staleness`` to 1 unless it is higher. Before the run is open.
 
         Raises:
             ConfigError: a task or the engine does not work with it; nothing is changed.
         """
+        self._check_not_open("enable_3d_hybrid_engine")
         before, rollout = self.config, self.config.rollout
         staleness = max(1, rollout.max_staleness)
         self.plan.config = replace(before, rollout=replace(rollout, max_staleness=staleness))
@@ -285,7 +296,16 @@ class Trainer:
             self._close(status)
 
     def evaluate(self) -> Evaluations:
-        """Evaluate every task with the present weights, without training."""
+        """Evaluate every task with the present weights, without training, and close the trainer.
+
+        If no step was made and ``output_dir`` has checkpoints, the weights are those that a run would go on
+        from. The evaluation is not recorded.
+
+        Raises:
+            TrainingError: the trainer is closed.
+            RewardError: a task's rewards fail beyond its error budget, or give no result at all.
+            ConfigError: ``eval.num_prompts`` is 0.
+        """
         parts = self._open(track=False)
         try:
             return Evaluations(parts.evaluator.evaluate(self.step, must_score=True))
@@ -293,7 +313,14 @@ class Trainer:
             self._close("finished")
 
     def train_step(self) -> StepReport:
-        """Make one step: sample, score, learn, decide."""
+        """Make one step: sample, score, learn, update the scheduler. It evaluates nothing.
+
+        A checkpoint is saved only if sampling or scoring fails.
+
+        Raises:
+            TrainingError: the trainer is closed, or gradients stayed non-finite.
+            RewardError, CheckpointError: as ``train``.
+        """
         parts = self._open()
         parts.timeline.begin_step()
         with parts.supervisor.saving_on_failure():
@@ -351,7 +378,7 @@ class Trainer:
             parts.profiler.step()
         self.progress.step += 1
         stats = logged(stats)
-        numbers = {**step_numbers(report, stats, self.tasks), **self.scheduler.metrics(stats), **shares}
+        numbers = {**step_numbers(report, stats), **self.scheduler.metrics(stats), **shares}
         parts.trackers.log_metrics(numbers, self.step)
         parts.trackers.log_rollouts(recorded, self.step)
         return report
@@ -408,10 +435,10 @@ class Trainer:
         self._close("finished" if kind is None else "failed")
 
     def _close(self, status: str) -> None:
+        was_closed, self._is_closed = self._is_closed, True
         if self._parts is None:
             self.scorer.close()
-        elif not self._is_closed:
-            self._is_closed = True
+        elif not was_closed:
             self._parts.close(status)
 
     @contextlib.contextmanager

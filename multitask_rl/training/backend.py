@@ -163,10 +163,10 @@ class TokenMeans:
 
 @dataclass(kw_only=True, slots=True)
 class UpdateResult:
-    """Result of one optimizer step."""
+    """Result of one optimizer step, over one minibatch."""
 
     loss: float
-    """Sum over the samples of the step."""
+    """Sum over the samples of this optimizer step."""
     norms: dict[str, float] | None
     """``grad_norm`` and ``critic_grad_norm`` of the whole gradient before clipping; None: the gradient was
     not finite and was not applied."""
@@ -185,7 +185,7 @@ class TrainingBackend:
     """
 
     runner: ModelRunner
-    """The models in this process. If the actor has ``parts``, its weights here are NaN, but adapters."""
+    """The models in this process. If the actor has ``parts``, its weights here are NaN, except adapters."""
     optimizer: ActorCriticOptimizer
     """Of the parameters in ``runner``."""
 
@@ -225,8 +225,9 @@ class TrainingBackend:
         Args:
             config: of the run.
             trainable: number of the actor's weights that are trained.
-            whole: ``gradients`` and ``optimizer`` of a process that divides nothing. Default: each process
-                has its part of them if it has a part of the weights.
+            whole: ``gradients`` and ``optimizer`` of a process that divides nothing.
+
+        Default: each of ``num_parts`` processes has an equal part of them.
         """
         return {name: size / cls.num_parts(config) for name, size in whole.items()}
 
@@ -258,7 +259,7 @@ class TrainingBackend:
     def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
         """Make one optimizer step with ``factor`` times the learning rates.
 
-        ``active`` are all samples of the step with a gradient; their factors include shares and denominators.
+        ``active`` are the samples of the minibatch with a gradient; factors include shares and denominators.
         With ``compared``, the names of their tasks, the passes are made task by task, and the result has the
         sketch of each task's gradient.
         """

@@ -25,7 +25,7 @@ SHRINKAGE = 0.25
 
 
 def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:
-    """Return the learning rate's factor at ``step`` (0 = the first update), in (0, 1].
+    """Return the learning rate's factor in the training step ``step`` (0 = the first), in (0, 1].
 
     Linear warm-up, then constant, linear or cosine decay that would reach 0 at ``max_steps``.
     """

@@ -33,9 +33,10 @@ _TEXT_CELLS = 2**24
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
     """Context in which activations wait in host memory between forward and backward pass.
 
-    The weights of ``model`` stay; ``torch.autograd.graph.save_on_cpu`` would copy them too, in every pass.
-    So do biases of attention: they are expanded to all heads, and a copy would have the expanded size. Copies
-    keep their strides: CUDA's attention refuses or misreads others (pytorch/pytorch#134995).
+    The weights of ``model`` stay on the device; ``torch.autograd.graph.save_on_cpu`` would copy them in every
+    pass. Expanded tensors stay there, too (biases of attention, expanded to all heads): a copy would have the
+    expanded size. Copies keep their strides: CUDA's attention refuses or misreads others
+    (pytorch/pytorch#134995).
     """
 
     def __init__(self, model: Any) -> None:
@@ -133,6 +134,7 @@ class ModelRunner:
 
     ``reference`` is the model that the KL is measured to; None = the actor without its adapters. ``teachers``
     are by task; each is a model with as many logits as the actor.
+    ``passes``: how micro-batches go through the models; None = whole, in this process.
     ``shares_prompts``: whether the models can compute a group's prompt once; None = tried on first use.
     ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
 
@@ -291,10 +293,11 @@ class ModelRunner:
     def score_texts(
         self, samples: Sequence[TrainSample], *, with_kl: bool, task: str = ""
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return per sample the log-probabilities [T] of its tokens and a KL [T], nats.
+        """Return per sample the policy's log-probabilities [T] of its tokens, and a KL [T]; in nats.
 
-        The KL is KL(reference || policy) or, if ``task`` has a teacher, KL(policy || teacher), summed over
-        the vocabulary. Samples are computed in small parts, which bounds the logits.
+        The second list is None without ``with_kl``. The KL is KL(reference || policy) or, if ``task`` has a
+        teacher, KL(policy || teacher), summed over the vocabulary. Samples are computed in small parts, which
+        bounds the logits.
         """
         teacher = self.teachers.get(task)
         logprobs: list[Tensor] = [torch.empty(0)] * len(samples)

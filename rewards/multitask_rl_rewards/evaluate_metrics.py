@@ -17,7 +17,6 @@ from typing import Any
 import datasets
 import evaluate
 
-ROUGE_KINDS = ("rouge1", "rouge2", "rougeL")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DASHES = str.maketrans("\u2212\u2013\u2010\u2011", "----")
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
 from multitask_rl.config.schema.ranges import Natural
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
+from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl_rewards.llama_guard import GuardConfig, GuardModel
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
-from multitask_rl_rewards.text import question_of, unread, value_of
+from multitask_rl_rewards.text import question_of, unread, value_of, verdict_of
 from multitask_rl_rewards.transformer_models import check_device, read_model_config
 
 _NAME = "fact_checker"
@@ -129,14 +129,11 @@ class FactChecker:
             return Verdict(cost=0.0, violated=False, reason="empty response")
         if cost is None:
             return unread(self.config.max_parts)
-        if cost != cost:
-            return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
-        cost = min(max(cost, 0.0), 1.0)
-        violated = cost >= self.config.threshold
-        reason = f"contradicted with {cost:.2f}" if violated else ""
-        if is_cut:
-            reason = f"{reason} (truncated: the evidence is longer than the model reads)".lstrip()
-        return Verdict(cost=cost, violated=violated, reason=reason)
+        verdict = verdict_of(cost, self.config.threshold, "contradicted", _NAME)
+        if is_cut and isinstance(verdict, Verdict):
+            told = f"{verdict.reason} (truncated: the evidence is longer than the model reads)".lstrip()
+            verdict = replace(verdict, reason=told)
+        return verdict
 
 
 def _contradictions(labels: list[str], config: FactChecker.Config) -> list[int]:

@@ -11,11 +11,11 @@ from typing import Annotated, ClassVar
 from multitask_rl.config.schema.ranges import Count, Natural, OneOf, PositiveFraction
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
+from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
 from multitask_rl_rewards.guard_templates import FAMILIES, GuardFamily, build_prompt, family_of
 from multitask_rl_rewards.marks import as_one_turn
-from multitask_rl_rewards.text import data_failure, question_of, unread
+from multitask_rl_rewards.text import data_failure, question_of, unread, verdict_of
 from multitask_rl_rewards.transformer_models import (
     ModelSettings,
     check_device,
@@ -142,13 +142,7 @@ class GuardModel:
     def _verdict(self, found: tuple[float, str] | None) -> Verdict | Failure:
         if found is None or found[0] == math.inf:
             return unread(self.config.max_parts)
-        cost, _ = found
-        if math.isnan(cost):
-            return Failure(kind=FailureKind.grader, message="the judge returned NaN", source=self.plugin)
-        cost = min(max(cost, 0.0), 1.0)
-        if cost < self.config.threshold:
-            return Verdict(cost=cost, violated=False)
-        return Verdict(cost=cost, violated=True, reason=f"judged unsafe with {cost:.2f}")
+        return verdict_of(found[0], self.config.threshold, "judged unsafe", self.plugin)
 
 
 class LlamaGuard:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
+from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl_rewards.sequence_classifier import SequenceClassifier
-from multitask_rl_rewards.text import question_of, unread
+from multitask_rl_rewards.text import question_of, unread, verdict_of
 from multitask_rl_rewards.transformer_models import ModelSettings, check_device, read_model_config
 
 if TYPE_CHECKING:
@@ -114,11 +114,7 @@ class SafetyClassifier:
             return Verdict(cost=0.0, violated=False, reason="empty response")
         if cost is None:
             return unread(self.config.max_parts)
-        if cost != cost:
-            return Failure(kind=FailureKind.grader, message="the classifier returned NaN", source=_NAME)
-        cost = min(max(cost, 0.0), 1.0)
-        violated = cost >= self.config.threshold
-        return Verdict(cost=cost, violated=violated, reason=f"unsafe with {cost:.2f}" if violated else "")
+        return verdict_of(cost, self.config.threshold, "unsafe", _NAME)
 
 
 def unsafe_labels_of(labels: Sequence[str], chosen: Sequence[str], model_name: str) -> list[int]:

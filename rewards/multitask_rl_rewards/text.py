@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -94,3 +95,15 @@ def unread(max_parts: int) -> Verdict:
     """Return the verdict on a response that is too long to be judged: an unread part may be unsafe."""
     reason = f"longer than `max_parts` = {max_parts} parts of what the model reads at once"
     return Verdict(cost=1.0, violated=True, reason=reason)
+
+
+def verdict_of(cost: float, threshold: float, word: str, source: str) -> Verdict | Failure:
+    """Return the verdict on a response of ``cost``: violated from ``threshold`` on; NaN is a failure.
+
+    ``word`` begins the reason of a violation: ``unsafe with 0.93``.
+    """
+    if math.isnan(cost):
+        return Failure(kind=FailureKind.grader, message="the model returned NaN", source=source)
+    cost = min(max(cost, 0.0), 1.0)
+    violated = cost >= threshold
+    return Verdict(cost=cost, violated=violated, reason=f"{word} with {cost:.2f}" if violated else "")

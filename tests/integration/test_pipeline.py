@@ -11,6 +11,7 @@ from multitask_rl.records import Rollout, Scored
 from multitask_rl.step.flow import Stage
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
+from multitask_rl.training.backend import CreditedSample
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
@@ -128,6 +129,23 @@ def test_a_failure_draws_again_what_was_in_flight(tmp_path):
     resumed.train()
     draws = {(r["step"], r["draw"]) for r in records(tmp_path / "out")}
     assert sorted(d for s, d in draws) == list(range(6 * 4))
+
+
+@pytest.mark.timeout(60)
+def test_a_run_whose_update_fails_ends_while_the_next_batch_is_sampled_and_judged(tmp_path):
+    reject = "constraints: [{plugin: rewards.py:has_no_digit, mode: reject}]"
+    write_run(tmp_path, f"{ONE_TASK.rstrip()[:-1]}, {reject}}}\n")
+    rollout = RolloutConfig(max_new_tokens=48, max_staleness=1)
+    config = run_config(tmp_path, "out", 6, **OVERLAP | {"rollout": rollout})
+
+    def fail(_: CreditedSample) -> None:
+        raise ZeroDivisionError
+
+    trainer = Trainer.from_config(config)
+    stage = Stage("fail", fail, consumes=CreditedSample, produces=CreditedSample)
+    trainer.insert_stage(stage, after="advantages")
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
 
 
 def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):

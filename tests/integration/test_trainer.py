@@ -19,7 +19,7 @@ from multitask_rl.config.run import (
     ModelConfig,
     RolloutConfig,
 )
-from multitask_rl.errors import CheckpointError, ConfigError, DataError
+from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import control_ids
 from multitask_rl.records import Scored
@@ -427,6 +427,14 @@ def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
     before = set(threading.enumerate())
     with Trainer.from_config(run_config(tmp_path, "out", 5)) as trainer:
         trainer.train_step()
+        for late in (
+            lambda: trainer.insert_stage(Stage("late", lambda record: record), after="rewards"),
+            lambda: trainer.add_guard(SafetyGuard()),
+            lambda: trainer.set_task_scheduler(trainer.scheduler),
+            trainer.enable_3d_hybrid_engine,
+        ):
+            with pytest.raises(TrainingError, match="before the run begins"):
+                late()
         trainer.train_step()
     trainer.close()
     assert only_threads(before), "workers and engine are gone"
@@ -436,6 +444,8 @@ def test_a_run_made_of_single_steps_is_closed_by_its_user(tmp_path):
     never_opened.close()
     never_opened.close()
     assert only_threads(before)
+    with pytest.raises(TrainingError, match="run has ended"):  # its reward pool would answer nothing
+        never_opened.train()
 
 
 def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished):

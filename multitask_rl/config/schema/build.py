@@ -25,7 +25,7 @@ _KINDS: dict[type, str] = {str: "text", bool: "true or false", int: "a whole num
 
 
 def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> None:
-    """Refuse the first key that is not allowed; name a close match and what is allowed."""
+    """Raise ``ConfigError`` for the first key that is not allowed, with a close match and what is allowed."""
     allowed = sorted(allowed)
     for key in given:
         if key not in allowed:

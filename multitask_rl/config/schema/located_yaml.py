@@ -87,7 +87,11 @@ class Where:
 
 
 def load_yaml(path: str | Path) -> tuple[Any, Where]:
-    """Return the document in ``path``, ``MAX_BYTES`` at most, and the place of its root."""
+    """Return the document in ``path``, and the place of its root.
+
+    Raises:
+        ConfigError: the file cannot be read, has more than ``MAX_BYTES``, or as ``parse_yaml``.
+    """
     file = str(path)
     with path_errors("the file", path, "the path of a YAML file in UTF-8, such as tasks.yaml"):
         try:
@@ -134,7 +138,7 @@ def parse_yaml(text: str, file: str) -> tuple[Any, Where]:
 
 
 def check_scalar(value: Any, where: Where) -> None:
-    """Refuse text with a NUL or a lone surrogate (no file name, no UTF-8), and numbers beyond 64 bits."""
+    """Raise ``ConfigError`` for text with a NUL or a lone surrogate, and for numbers beyond 64 bits."""
     if isinstance(value, str) and (found := _NO_TEXT.search(value)):
         raise ConfigError(f"{where}: text must not hold the character {found[0]!a}, got {value!r:.80}")
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
@@ -144,7 +148,7 @@ def check_scalar(value: Any, where: Where) -> None:
 
 
 def check_plain(value: Any, where: Where, depth: int = 0) -> None:
-    """Check plain values that are not from a file against the limits of a file."""
+    """Check plain values that are not from a file against the limits of a file; ``ConfigError`` beyond."""
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{where}: lists and mappings are nested too deep")
     if isinstance(value, Mapping):

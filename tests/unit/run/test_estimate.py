@@ -13,9 +13,12 @@ from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
     CriticConfig,
+    EvalConfig,
+    GuardConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
+    RunConfig,
 )
 from multitask_rl.records import Prompt, Rollout
 from multitask_rl.run import estimate
@@ -163,7 +166,16 @@ def test_adapters_are_what_trains(here):
 
 @pytest.mark.parametrize(("every", "steps", "number"), [(0, 50, 2), (25, 100, 5), (25, 20, 2), (2, 500, 8)])
 def test_checkpoints_that_are_kept(every, steps, number):
-    assert estimate.num_checkpoints(CheckpointConfig(every=every, keep=4), steps) == number
+    config = RunConfig(checkpoint=CheckpointConfig(every=every, keep=4), max_steps=steps)
+    assert estimate.num_checkpoints(replace(config, guard=GuardConfig(enabled=False))) == number
+
+
+@pytest.mark.parametrize(("every", "number"), [(0, 5), (1000, 5), (3, 6), (1, 8)])
+def test_checkpoints_of_weights_judged_good_are_counted(every, number):
+    """A run of 7 steps writes those of steps 0, 2, 4, 6 and 7 without ``checkpoint.every``."""
+    config = RunConfig(checkpoint=CheckpointConfig(every=every, keep=4), max_steps=7)
+    config = replace(config, eval=EvalConfig(every=1), guard=GuardConfig(rollback_steps=4))
+    assert estimate.num_checkpoints(config) == number
 
 
 def test_doctor_says_what_a_run_needs_and_whether_it_fits(here, monkeypatch, capsys):

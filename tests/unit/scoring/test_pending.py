@@ -1,5 +1,6 @@
 """Rewards that begin while the rest is generated give what they give all at once."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,6 +8,7 @@ import pytest
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import RewardSpec, TaskSpec
+from multitask_rl.errors import EngineError
 from multitask_rl.executor.scorer import DealtRound
 from multitask_rl.records import Scored
 from multitask_rl.scoring.pool import RewardPool
@@ -68,6 +70,20 @@ def test_rollouts_that_end_in_any_order_are_scored_as_all_at_once(pool, task):
     parts = [[rollout] for rollout in reversed(rollouts)]
     assert streamed(pool, parts) == together
     assert [s.rollout for s in together] == rollouts
+
+
+def test_what_is_asked_after_the_pool_was_closed_fails_at_once(tmp_path):
+    """A run may end while a thread still samples: that thread asks on, and must not wait for ever."""
+    (tmp_path / "plugins.py").write_text(PLUGINS)
+    reward = RewardSpec(plugin=f"{tmp_path / 'plugins.py'}:length", name="length")
+    specs = {"length": TaskSpec(name="length", rewards=[reward])}
+    with RewardPool(specs, ScoringConfig(num_workers=1), seed=0, devices={}) as own:
+        pending = own.begin_scoring()
+    pending.add(batch_of("length", 2))
+    pending.seal()
+    until = time.monotonic() + 10
+    pending.wait(lambda: time.monotonic() > until)
+    assert [scored.failure and scored.failure.kind for scored in pending.results(range(4))] == ["infra"] * 4
 
 
 def test_a_plugin_that_takes_batches_sees_the_same_batch_and_one_by_one_begins_at_once(pool):
@@ -209,4 +225,20 @@ def test_an_error_of_the_actors_is_raised_where_its_results_are_wanted():
     pending.seal()
     pending.wait()
     with pytest.raises(ZeroDivisionError):
+        pending.results([0])
+
+
+def test_a_round_that_waits_for_its_turn_when_the_actors_are_closed_fails():
+    """``RayScorer.close`` cancels what waits in the background; a thread of the run may wait for it."""
+    gate, background = threading.Event(), ThreadPoolExecutor(1)
+    background.submit(gate.wait)
+    pending = DealtRound(OneActor(None), "scoring", None, background)
+    pending.add(batch_of("t", 1))
+    pending.seal()
+    background.shutdown(wait=False, cancel_futures=True)
+    gate.set()
+    until = time.monotonic() + 10
+    pending.wait(lambda: time.monotonic() > until)
+    assert pending.is_done(0)
+    with pytest.raises(EngineError, match="closed"):
         pending.results([0])

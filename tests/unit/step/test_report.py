@@ -17,7 +17,7 @@ DRAWN = [Scored(rollout=make_rollout("ab"), reward=1.0) for _ in range(8)]
 )
 def test_rewards_that_took_no_time_have_no_rate(tmp_path, seconds, rate):
     report = StepReport(step=3, quotas={"a": 2}, drawn=DRAWN, kept=DRAWN, seconds={"step": 2.0, **seconds})
-    numbers = step_numbers(report, {}, {})
+    numbers = step_numbers(report, {})
     assert numbers.get("time/rewards_per_s") == rate
     assert (numbers["time/samples_per_s"], numbers["time/tokens_per_s"]) == (4.0, 8.0)
 
@@ -66,7 +66,7 @@ def test_rates_of_a_task_and_of_the_step(tmp_path):
         "a": TaskStats(task="a", metrics={"reward_s/one": 0.3, "reward_s/two": 0.1, "kl": 0.02}, **own),
         "b": TaskStats(task="b", metrics={"reward_s/one": 1e-6}, **own),
     }
-    numbers = step_numbers(report, stats, {})
+    numbers = step_numbers(report, stats)
     assert numbers["task/a/tokens_per_s"] == tokens["a"] / 2
     assert numbers["task/b/tokens_per_s"] == tokens["b"] / 2
     assert numbers["task/a/rewards_per_s"] == pytest.approx(2 / 0.4)
