@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Range, Settings
+from multitask_rl.config.schema.ranges import (
+    Count,
+    Fraction,
+    Natural,
+    NotNegative,
+    OneOf,
+    Positive,
+    PositiveFraction,
+    Range,
+    Settings,
+)
 
 _RUNGS = ("reweight", "freeze", "rollback")
 
@@ -41,15 +51,15 @@ class SafetyGuardConfig(Settings):
     ``reweight``, ``freeze``, ``rollback``, in this order. A fall of twice the threshold goes to the last."""
     skip_data: bool = True
     """After a rollback, do not train again on the data between the checkpoint and the alarm."""
-    lr_factor: Positive = 0.5
+    lr_factor: PositiveFraction = 0.5
     """Factor on the learning rate after a rollback (to the power of the rollbacks in the window)."""
     lr_hold_steps: Natural = 50
     """Steps after a rollback at ``lr_factor``."""
     lr_rewarm_steps: Natural = 50
     """Steps after those, over which the factor rises linearly to 1."""
-    culprit_factor: NotNegative = 0.5
+    culprit_factor: Fraction = 0.5
     """Factor on the share of the task held to be the cause (to the power of the rollbacks in the window)."""
-    victim_factor: Positive = 2.0
+    victim_factor: Annotated[float, Range("[1, inf)")] = 2.0
     """Factor on the share of the task that regressed, until it has recovered."""
     act_on_hacking: bool = True
     """Lower the share of a task whose training reward rises while its held-out metric falls."""

@@ -24,6 +24,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.config.schema.ranges import OneOf, Range
 from multitask_rl.errors import ConfigError
+from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.plugins import build_plugin
 
 
@@ -61,6 +62,9 @@ from multitask_rl.plugins import build_plugin
         (LoraConfig, "dropout", 1.0, "LoraConfig.dropout must be in [0, 1), got 1.0"),
         (TrackingConfig, "store_rollouts", -2, "TrackingConfig.store_rollouts must be >= -1, got -2"),
         (RayConfig, "gpus_per_engine", -2.0, "RayConfig.gpus_per_engine must be >= -1, got -2.0"),
+        (SafetyGuardConfig, "lr_factor", 2.0, "SafetyGuardConfig.lr_factor must be in (0, 1], got 2.0"),
+        (SafetyGuardConfig, "culprit_factor", 1.5, "culprit_factor must be in [0, 1], got 1.5"),
+        (SafetyGuardConfig, "victim_factor", 0.5, "SafetyGuardConfig.victim_factor must be >= 1, got 0.5"),
         (RunConfig, "num_threads", -1, "RunConfig.num_threads must be >= 0, got -1"),
     ],
 )
