@@ -55,25 +55,12 @@ class StepHistory:
     def find_culprit(self, victim: str, since: Sequence[int]) -> str:
         """Return the task that likely caused a fall of ``victim``; "" if no task had a gradient meanwhile.
 
-        It is the victim itself if its training reward rose from one of the steps ``since`` on (Mann-Kendall
-        test over at least five steps): its reward is then hacked, flipped or corrupt. Otherwise it is the
-        other task with the most groups with a gradient, or the victim if no other task had any.
-
-        Args:
-            victim: the fallen task.
-            since: the earliest and the latest step at which the fall may have begun. A flip first lowers the
-                training reward: seen from far before it, the rise after it is no trend.
+        It is the victim itself if its training reward rose: the reward is then hacked, flipped or corrupt.
+        Otherwise it is the other task with the most groups with a gradient, or the victim if no other task
+        had any. ``since`` as in ``has_risen``.
         """
-        for start in since:
-            steps = [entry for entry in self._steps.get(victim, ()) if entry["step"] > start]
-            # rounded: a mean and its shift leave an error of rounding, which is no rise
-            rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
-            if len(rewards) >= _MIN_STEPS_FOR_TREND:
-                from scipy.stats import kendalltau  # half a second, for an alarm only
-
-                trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
-                if trend.pvalue < _CHANCE:  # NaN if all are equal
-                    return victim
+        if self.has_risen(victim, since):
+            return victim
         updates = {
             task: math.fsum(entry["updates"] for entry in entries if entry["step"] >= min(since))
             for task, entries in self._steps.items()
@@ -81,6 +68,32 @@ class StepHistory:
         trained = {task: number for task, number in updates.items() if number > 0.0}
         candidates = [task for task in trained if task != victim] or list(trained)
         return max(candidates, key=lambda task: (trained[task], task), default="")
+
+    def has_risen(self, task: str, since: Sequence[int]) -> bool:
+        """Whether the training reward of ``task`` rose (Mann-Kendall test over at least five steps).
+
+        Args:
+            task: its name.
+            since: steps to look from, one after the other: the earliest and the latest at which a fall may
+                have begun. A flip first lowers the training reward: seen from far before it, the rise after
+                it is no trend.
+        """
+        for start in since:
+            steps = [entry for entry in self._steps.get(task, ()) if entry["step"] > start]
+            # rounded: a mean and its shift leave an error of rounding, which is no rise
+            rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
+            if len(rewards) >= _MIN_STEPS_FOR_TREND:
+                from scipy.stats import kendalltau  # half a second, for an alarm only
+
+                trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
+                if trend.pvalue < _CHANCE:  # NaN if all are equal
+                    return True
+        return False
+
+    def is_alone(self, task: str) -> bool:
+        """Whether ``task`` was trained and no other task was."""
+        trained = {name for name, entries in self._steps.items() if any(e["prompts"] > 0.0 for e in entries)}
+        return trained == {task}
 
     def means_since(self, task: str, since: int) -> dict[str, float]:
         """Return the means of ``reward``, ``prompts`` and ``_METRICS`` since a step; NaN = unknown."""

@@ -396,7 +396,10 @@ class SafetyGuard(Guard):
         evaluations: Mapping[str, TaskEvaluation],
         confirm: Confirm | None,
     ) -> GuardDecision:
-        """Confirm the alarm; then take the next rung of the ladder, or stop."""
+        """Confirm the alarm; then take the next rung of the ladder, or stop.
+
+        A task that falls by its own training would fall again, unless its share goes to other tasks.
+        """
         statistics = metric.statistics(self._settings)
         is_confirmed, good = self._confirms(metric, evaluations[metric.task], statistics, confirm)
         if not is_confirmed and (text := self._find_change(metric, good, statistics)):
@@ -417,7 +420,14 @@ class SafetyGuard(Guard):
             times = len(self._rollbacks)
             text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
-        culprit = self._history.find_culprit(metric.task, [self._good_until, metric.detector.good_step])
+        since = [self._good_until, metric.detector.good_step]
+        if self._history.is_alone(metric.task) and self._history.has_risen(metric.task, since):
+            text = (
+                "has regressed while its training reward rose, and no other task could get its share: it "
+                "would fall again"
+            )
+            return self._build(GuardAction.stop, metric, step, text, statistics)
+        culprit = self._history.find_culprit(metric.task, since)
         self._adjust(action, victim=metric.task, culprit=culprit, step=step)
         self._fresh = {}
         for fallen in self._watched if action is GuardAction.rollback else [metric]:
@@ -527,8 +537,10 @@ class SafetyGuard(Guard):
         config = self.config
         is_rollback = action is GuardAction.rollback
         times = len(self._rollbacks) + 1 if is_rollback else 1
-        factors = {victim: config.victim_factor}
-        if culprit:
+        # a task that is trained alone has the whole share, whatever the factor
+        is_alone = self._history.is_alone(victim)
+        factors = {} if is_alone else {victim: config.victim_factor}
+        if culprit and not is_alone:
             # a task that causes its own fall would fall again, more slowly, with half of its share
             is_frozen = action is GuardAction.freeze or (is_rollback and culprit == victim)
             factors[culprit] = 0.0 if is_frozen else config.culprit_factor**times

@@ -290,6 +290,36 @@ def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
     assert guard.weight_factors() == {"a": 0.0}  # half its share would only fall again
 
 
+@pytest.mark.parametrize(
+    ("slope", "other", "action", "factors"),
+    [
+        (0.02, 7, GuardAction.rollback, {"a": 0.0}),
+        (0.02, 0, GuardAction.stop, {}),
+        (-0.02, 0, GuardAction.rollback, {}),
+    ],
+    ids=["rises beside another task", "rises alone", "falls alone"],
+)
+def test_a_task_that_is_trained_alone_into_its_own_fall_stops_the_run(slope, other, action, factors) -> None:
+    """No other task could get its share: after a rollback the reward would lead to the same fall."""
+    guard = _guard()
+    for step in range(110):
+        stats = {"a": _stats("a", 2, 0.3 + slope * max(0, step - 90))}
+        if other:
+            stats["b"] = _stats("b", other)
+        if step % 10 == 0 and step != 100:
+            guard.observe(step, _constant({"a": 0.6, "b": 0.7}, step))
+        guard.record_step(step, stats)
+    copy = _guard()
+    copy.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    for one in (guard, copy):
+        decision = one.observe(110, _constant({"a": 0.3, "b": 0.7}, 110))
+        assert decision.action is action
+        assert one.weight_factors() == factors
+        assert ("while its training reward rose" in decision.reason) == (action is GuardAction.stop)
+    good = [CheckpointInfo(step=90, judged_good=True), CheckpointInfo(step=100, judged_good=False)]
+    assert guard.rollback_target(good) == good[0]
+
+
 def test_the_culprit_is_sought_from_before_the_fall_although_a_lagging_average_puts_it_later() -> None:
     """Recorded in a run of a chat model: rewards flipped after step 8, held-out level 0.375, 0.246, 0."""
     guard = _guard()
