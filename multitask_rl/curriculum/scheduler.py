@@ -349,6 +349,7 @@ class DynamicTaskWeightScheduler:
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
             "said": [event.reason for event in self._bound_events if event not in self._pending],
+            "has_warned_missing": self._has_warned_missing,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
@@ -366,6 +367,7 @@ class DynamicTaskWeightScheduler:
         other = [(what, before, now) for what, (before, now) in pairs.items() if before != now]
         if not other:
             self._policy.load_state_dict(state["policy_state"], renamed or {})
+            self._has_warned_missing |= state.get("has_warned_missing", False)
         for what, before, now in other:
             reason = f"the checkpoint's {what} was {before}, this run's is {now}: it starts without history"
             self._pending.append(_event("warn", reason))

@@ -135,7 +135,8 @@ class TaskTrace:
         self.with_gradient.add(stats.num_informative / n, n, gain)
         if not math.isfinite(value):
             return None
-        std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
+        has_spread = math.isfinite(stats.reward_std)
+        std = max(0.0, stats.reward_std) if has_spread else 0.0
         before = self.raw.value
         self.steps += 1
         self.prompts += n
@@ -148,7 +149,8 @@ class TaskTrace:
             )
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         self.raw.add(value, n, gain)
-        self.within.add(std, n, gain)
+        if has_spread:
+            self.within.add(std, n, gain if self.within.steps else 1.0)
         if metric_key == REWARD_SCORE and math.isfinite(stats.headroom):
             self.above.add(stats.headroom, n, gain if self.above.steps else 1.0)
         change = place(self.raw.value, *self._scale) - place(before, *self._scale)
@@ -176,8 +178,13 @@ class TaskTrace:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smoothed spread of the reward within groups on the scale of levels, and its error."""
+        """Smoothed spread of the reward within groups on the scale of levels, and its error.
+
+        Before the first group of two it is ``sqrt(p (1 - p))`` of the level ``p``, as for a 0/1 reward.
+        """
         low, high = self._scale
+        if not self.within.steps:
+            return math.sqrt(self.level * (1.0 - self.level)), self.level_error
         width = high - low if self.shown.lowest else 1.0
         return self.within.value / width, self.within.error(0.5 * width) / width
 
