@@ -109,7 +109,7 @@ class TaskTrace:
     evaluations: int = 0
     """Number of held-out values in ``offset``."""
     applied: tuple[float, float] | None = None
-    """Declared ends of the rewards of all slots so far; None before the first."""
+    """Declared ends of the rewards of all slots so far, or of another metric; None before the first."""
     shown: ShownRange = field(default_factory=ShownRange)
     """Observed range of the rewards; empty when another metric is watched."""
 
@@ -140,10 +140,14 @@ class TaskTrace:
         before = self.raw.value
         self.steps += 1
         self.prompts += n
+        applied = stats.reward_range
+        if metric_key != REWARD_SCORE:
+            is_bounded = statistic is not None and math.isfinite(statistic.high - statistic.low)
+            applied = (statistic.low, statistic.high) if statistic is not None and is_bounded else None
+        if applied is not None:
+            known = self.applied or applied
+            self.applied = min(known[0], applied[0]), max(known[1], applied[1])
         if metric_key == REWARD_SCORE:
-            if (applied := stats.reward_range) is not None:
-                known = self.applied or applied
-                self.applied = min(known[0], applied[0]), max(known[1], applied[1])
             self.shown.widen(
                 stats.lowest or [value - _SPREAD * std], stats.highest or [value + _SPREAD * std]
             )
@@ -207,11 +211,12 @@ class TaskTrace:
     @property
     def _scale(self) -> tuple[float, float]:
         """Ends of the scale, ``low < high``."""
-        if self.known_range is not None:
-            low, high = self.applied or self.known_range
+        # of a reward that declares no range, those that applied by chance say nothing
+        if self.known_range is not None or not self.shown.lowest:
+            low, high = self.applied or self.known_range or (0.0, 0.0)
             if low < high:
                 return low, high
-        # without ends: another metric, or rewards that have not differed yet
+        # without ends: another metric that declares none, or rewards that have not differed yet
         return self.shown.ends or (min(0.0, self.raw.value), max(1.0, self.raw.value))
 
     @classmethod
