@@ -45,8 +45,8 @@ class SchedulerConfig(Settings):
     min_weight: Fraction | None = None
     """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
     metric_key: str = REWARD_SCORE
-    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats. Its level
-    is its place in the range that it declares; without one, in [0, 1]."""
+    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats. Its
+    level is its place in the range that it declares; without one, in [0, 1]."""
     policy_config: dict[str, Any] = field(default_factory=dict)
     """Further keys of the policy's ``Config``, such as ``patience`` of the policy ``patience``."""
 

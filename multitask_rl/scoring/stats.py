@@ -113,8 +113,7 @@ class ErrorBudget:
     def state_dict(self) -> dict[str, Any]:
         """Return the window, JSON-able; empty if the budget is spent: a resume follows a repair."""
         recent = [] if self.is_spent else list(self._recent)
-        is_told = self._warned and not self._pending  # a warning of an evaluation waits for the next step
-        return {"recent": [asdict(f) if f else None for f in recent], "warned": is_told}
+        return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
