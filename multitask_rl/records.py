@@ -469,7 +469,7 @@ class TaskStats:
     """Groups with a response that may be trained on: not failed; rejected only where the algorithm trains
     on rejected responses. None = all."""
     reward_std: float = 0.0
-    """Mean over groups of the reward's standard deviation."""
+    """Mean over groups of the reward's standard deviation; NaN without a group of two."""
     headroom: float = math.nan
     """Mean over groups of the best reward minus the mean of the others; NaN without a group of two."""
     lowest: Sequence[float] = ()

@@ -226,7 +226,8 @@ class TaskSpec(Settings):
     device: str = ""
     """Device of the task's plugins with a model that name no device."""
     evaluation_only: bool = False
-    """Whether the task is only evaluated and guarded, never trained."""
+    """Whether the task is only evaluated and guarded, never trained. It reads the held-out split or, of data
+    without one, every row: also those that another task trains on."""
     primary_metric: str = "reward"
     """``reward``, the name of one of its rewards, or a ``reward/component``."""
     higher_is_better: bool | None = None

@@ -14,7 +14,8 @@ class Learnability(SchedulerPolicy):
 
     ``r_k = prior_k * exp(Q_k / temperature)``, normalised; ``Q_k`` is the moving average of the standard
     deviation within groups on the scale of levels, ``sqrt(p (1 - p))`` for a 0/1 reward, cleared of noise
-    (``SchedulerPolicy.clear``). It ignores targets: a task whose level is near 0 gets only its floor.
+    (``SchedulerPolicy.clear``). Of a task with one response per prompt it is ``sqrt(p (1 - p))`` of its level
+    ``p``. It ignores targets: a task whose level is near 0 gets only its floor.
 
     Source: SEC (arXiv:2505.14970), Algorithm 1, and DUMP (arXiv:2504.09710). Both use the mean absolute
     advantage, which depends on the algorithm; the spread does not. For a 0/1 reward, with advantages divided

@@ -45,7 +45,8 @@ class SchedulerConfig(Settings):
     min_weight: Fraction | None = None
     """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
     metric_key: str = REWARD_SCORE
-    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats."""
+    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats. Its
+    level is its place in the range that it declares; without one, in [0, 1]."""
     policy_config: dict[str, Any] = field(default_factory=dict)
     """Further keys of the policy's ``Config``, such as ``patience`` of the policy ``patience``."""
 
@@ -351,6 +352,7 @@ class DynamicTaskWeightScheduler:
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
             "said": [event.reason for event in self._bound_events if event not in self._pending],
+            "has_warned_missing": self._has_warned_missing,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
@@ -368,6 +370,7 @@ class DynamicTaskWeightScheduler:
         other = [(what, before, now) for what, (before, now) in pairs.items() if before != now]
         if not other:
             self._policy.load_state_dict(state["policy_state"], renamed or {})
+            self._has_warned_missing |= state.get("has_warned_missing", False)
         for what, before, now in other:
             reason = f"the checkpoint's {what} was {before}, this run's is {now}: it starts without history"
             self._pending.append(_event("warn", reason))

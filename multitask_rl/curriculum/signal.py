@@ -109,7 +109,7 @@ class TaskTrace:
     evaluations: int = 0
     """Number of held-out values in ``offset``."""
     applied: tuple[float, float] | None = None
-    """Declared ends of the rewards of all slots so far; None before the first."""
+    """Declared ends of the rewards of all slots so far, or of another metric; None before the first."""
     shown: ShownRange = field(default_factory=ShownRange)
     """Observed range of the rewards; empty when another metric is watched."""
 
@@ -135,20 +135,26 @@ class TaskTrace:
         self.with_gradient.add(stats.num_informative / n, n, gain)
         if not math.isfinite(value):
             return None
-        std = max(0.0, stats.reward_std) if math.isfinite(stats.reward_std) else 0.0
+        has_spread = math.isfinite(stats.reward_std)
+        std = max(0.0, stats.reward_std) if has_spread else 0.0
         before = self.raw.value
         self.steps += 1
         self.prompts += n
+        applied = stats.reward_range
+        if metric_key != REWARD_SCORE:
+            is_bounded = statistic is not None and math.isfinite(statistic.high - statistic.low)
+            applied = (statistic.low, statistic.high) if statistic is not None and is_bounded else None
+        if applied is not None:
+            known = self.applied or applied
+            self.applied = min(known[0], applied[0]), max(known[1], applied[1])
         if metric_key == REWARD_SCORE:
-            if (applied := stats.reward_range) is not None:
-                known = self.applied or applied
-                self.applied = min(known[0], applied[0]), max(known[1], applied[1])
             self.shown.widen(
                 stats.lowest or [value - _SPREAD * std], stats.highest or [value + _SPREAD * std]
             )
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         self.raw.add(value, n, gain)
-        self.within.add(std, n, gain)
+        if has_spread:
+            self.within.add(std, n, gain if self.within.steps else 1.0)
         if metric_key == REWARD_SCORE and math.isfinite(stats.headroom):
             self.above.add(stats.headroom, n, gain if self.above.steps else 1.0)
         change = place(self.raw.value, *self._scale) - place(before, *self._scale)
@@ -176,8 +182,13 @@ class TaskTrace:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smoothed spread of the reward within groups on the scale of levels, and its error."""
+        """Smoothed spread of the reward within groups on the scale of levels, and its error.
+
+        Before the first group of two it is ``sqrt(p (1 - p))`` of the level ``p``, as for a 0/1 reward.
+        """
         low, high = self._scale
+        if not self.within.steps:
+            return math.sqrt(self.level * (1.0 - self.level)), self.level_error
         width = high - low if self.shown.lowest else 1.0
         return self.within.value / width, self.within.error(0.5 * width) / width
 
@@ -200,11 +211,12 @@ class TaskTrace:
     @property
     def _scale(self) -> tuple[float, float]:
         """Ends of the scale, ``low < high``."""
-        if self.known_range is not None:
-            low, high = self.applied or self.known_range
+        # of a reward that declares no range, those that applied by chance say nothing
+        if self.known_range is not None or not self.shown.lowest:
+            low, high = self.applied or self.known_range or (0.0, 0.0)
             if low < high:
                 return low, high
-        # without ends: another metric, or rewards that have not differed yet
+        # without ends: another metric that declares none, or rewards that have not differed yet
         return self.shown.ends or (min(0.0, self.raw.value), max(1.0, self.raw.value))
 
     @classmethod

@@ -79,6 +79,8 @@ class Supervisor:
             # else a new task's first value would be of weights trained on it; no controller reads this one
             self._record(self.evaluator.evaluate(step, tasks=new), {})
         with finishing():  # an evaluation is recorded and saved with its effects, or not at all
+            if evaluates or new:
+                self.note(self.evaluator.scorer.health_events(step))
             if judged is not None and not self._conclude(*judged):
                 return False
             due = forced or _is_due(step, config.checkpoint.every)

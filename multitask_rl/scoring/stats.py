@@ -77,6 +77,11 @@ class ErrorBudget:
         """Failure rate of the window."""
         return sum(f is not None for f in self._recent) / max(1, len(self._recent))
 
+    @property
+    def is_spent(self) -> bool:
+        """The rate is above the limit, over enough samples."""
+        return len(self._recent) >= MIN_SAMPLES and self.rate > self._limit
+
     def add(self, rollout: Rollout, failure: Failure | None) -> None:
         """Add one sample with its failure (None = there was none)."""
         self._recent.append(failure)
@@ -88,7 +93,7 @@ class ErrorBudget:
         if len(self._recent) < MIN_SAMPLES:
             return
         rate, failures = self.rate, filter(None, self._recent)
-        if rate > self._limit:
+        if self.is_spent:
             raise RewardError(
                 f"task {self._task!r}: {rate:.0%} of its last {len(self._recent)} samples could not be "
                 f"{self._what}, allowed are {self._limit:.0%} (scoring.max_failure_rate). "
@@ -107,7 +112,7 @@ class ErrorBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, JSON-able; empty if the budget is spent: a resume follows a repair."""
-        recent = [] if self.rate > self._limit else list(self._recent)
+        recent = [] if self.is_spent else list(self._recent)
         return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -460,6 +460,17 @@ class TaskMetrics:
         """Restore ``state_dict``."""
         self._rejected = {name: float(value) for name, value in state.items()}
 
+    def earned_dict(self) -> dict[str, Any]:
+        """Return what ``unearned`` has seen and told, JSON-able."""
+        best = self._best if self._num_earned else None
+        return {"number": self._num_earned, "best": best, "told": sorted(self._told)}
+
+    def load_earned_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore ``earned_dict``; what was told since is not told again. Empty: as before the first step."""
+        self._num_earned, best = state.get("number", 0), state.get("best")
+        self._best = -math.inf if best is None else best
+        self._told |= set(state.get("told", ()))
+
 
 def pass_at_k(n: int, solved: int, k: int) -> float:
     """Return the chance that one of ``k`` responses solves a prompt that ``solved`` of ``n`` responses solve.

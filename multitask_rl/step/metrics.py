@@ -89,7 +89,12 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
     """
     if not groups:
         return TaskStats(
-            task=task.spec.name, num_prompts=0, num_informative=0, reward_mean=math.nan, metrics=metrics
+            task=task.spec.name,
+            num_prompts=0,
+            num_informative=0,
+            reward_mean=math.nan,
+            reward_std=math.nan,
+            metrics=metrics,
         )
     everything = [s for group in groups.values() for s in group]
     found = task.metrics.describe(everything)
@@ -105,7 +110,7 @@ def task_stats(task: TaskState, groups: Groups, metrics: Mapping[str, float]) ->
         num_informative=sum(has_spread(task, g) for g in groups.values()),
         num_trainable=sum(any(is_trainable(task, s) for s in g) for g in groups.values()),
         reward_mean=found[REWARD].mean if REWARD in found else math.nan,
-        reward_std=statistics.fmean(map(statistics.pstdev, several)) if several else 0.0,
+        reward_std=statistics.fmean(map(statistics.pstdev, several)) if several else math.nan,
         headroom=statistics.fmean(headrooms) if headrooms else math.nan,
         lowest=sorted(min(own) for own in shown)[:NUM_EXTREMES],
         highest=sorted((max(own) for own in shown), reverse=True)[:NUM_EXTREMES],
@@ -249,7 +254,7 @@ def step_numbers(report: StepReport, stats: Mapping[str, TaskStats]) -> dict[str
             "reward_mean": s.reward_mean,
             "reward_std": s.reward_std,
             **({"headroom": s.headroom} if math.isfinite(s.headroom) else {}),
-            "informative_rate": s.num_informative / max(1, s.num_prompts),
+            "informative_rate": s.num_informative / s.num_prompts if s.num_prompts else math.nan,
             "samples_per_s": counts[name] / seconds,
             "tokens_per_s": tokens[name] / seconds,
             # a shorter time is no rate

@@ -115,6 +115,7 @@ class TaskState:
             "held_out": fingerprint(self.eval_rows),
             "held_out_by": list(self.held_out_by),
             "refused_values": self.metrics.state_dict(),
+            "earned": self.metrics.earned_dict(),
             **({"anchor": asdict(self.anchor)} if self.spec.kind == "anchor" else {}),
         }
 
@@ -166,6 +167,7 @@ class TaskState:
         ]
         has_new_values = any(map(self.is_redefined, of_rewards))
         self.metrics.load_state_dict({} if has_new_values else state["refused_values"])
+        self.metrics.load_earned_dict({} if has_new_values else state.get("earned", {}))
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 

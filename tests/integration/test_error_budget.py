@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from multitask_rl.cli import main
-from run_builders import write_run
+from multitask_rl.config.run import EvalConfig, ScoringConfig
+from multitask_rl.trainer import Trainer
+from run_builders import run_config, write_run
 
 TASKS = """
 tasks:
@@ -62,3 +65,21 @@ def test_a_short_run_without_one_scored_sample_of_a_task_is_a_failure_that_says_
     assert reason[reward] in told
     assert re.search(r"The last: prompt '\S+', response '.+'\. Mend", told)
     assert "copy" not in told
+
+
+def test_what_an_evaluation_says_of_the_budget_is_told_with_it(tmp_path: Path) -> None:
+    """A run that is killed before its next step goes on from a checkpoint that holds it as told."""
+    write_run(
+        tmp_path, "tasks:\n  digit: {dataset: digit.jsonl, rewards: ['broken.py:half']}\n", num_rows=400
+    )
+    (tmp_path / "broken.py").write_text(
+        "def half(response, id):\n    if id % 3:\n        raise ValueError('gone')\n    return 1.0\n"
+    )
+    settings = {"eval": EvalConfig(every=1, num_prompts=24), "scoring": ScoringConfig(max_failure_rate=0.9)}
+    with Trainer.from_config(run_config(tmp_path, "out", 1, **settings)) as trainer:
+        trainer._open().supervisor.inspect()
+        told = (tmp_path / "out" / "events.jsonl").read_text().splitlines()
+        assert (tmp_path / "out" / "checkpoints" / "step_00000000").exists()
+    (event,) = (e for line in told if (e := json.loads(line))["source"] == "rewards")
+    assert (event["step"], event["task"]) == (0, "digit")
+    assert "of the last 24 samples could not be scored" in event["reason"]

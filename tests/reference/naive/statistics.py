@@ -137,6 +137,6 @@ def step_statistics(
         above.append(best - math.fsum(rest) / len(rest))
     numbers = describe(task, attempts, refused)
     mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
-    spread = math.fsum(deviations) / len(deviations) if deviations else 0.0
+    spread = math.fsum(deviations) / len(deviations) if deviations else math.nan
     headroom = math.fsum(above) / len(above) if above else math.nan
     return len(groups), sum(has_spread(task, g) for g in groups), mean, spread, headroom, numbers

@@ -454,7 +454,7 @@ class Run:
             seen[task.name] = Seen(n, spread, mean, shown, headroom, ends)
             numbers[task.name] = own_numbers
             own = metrics[task.name]
-            own |= {"reward_std": std, "informative_rate": spread / max(1, n)}
+            own |= {"reward_std": std, "informative_rate": spread / n if n else math.nan}
             if math.isfinite(headroom):
                 own["headroom"] = headroom
             own |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -191,3 +192,20 @@ def test_a_metric_that_should_fall_is_turned() -> None:
     stats = TaskStats(task="a", num_prompts=4, num_informative=4, reward_mean=0.0, **numbers)
     scheduler.update({"a": stats}, 0)
     assert scheduler.metrics()["task/a/level"] == 0.75
+
+
+@pytest.mark.parametrize(("direction", "value", "level"), [("higher", 4.0, 0.4), ("lower", 4.0, 0.6)])
+def test_the_level_of_another_metric_is_its_place_in_the_range_that_it_declares(
+    direction: str, value: float, level: float
+) -> None:
+    scheduler = DynamicTaskWeightScheduler(metric_key="reward/points")
+    scheduler.bind(["a"])
+    points = summarise([value, value], direction=Direction(direction), low=0.0, high=10.0)
+    numbers = {"metrics": {"reward/points": value}, "statistics": {"reward/points": points}}
+    stats = TaskStats(task="a", num_prompts=2, num_informative=2, reward_mean=value, **numbers)
+    scheduler.update({"a": stats}, 0)
+    assert scheduler.metrics()["task/a/level"] == pytest.approx(level)
+    resumed = DynamicTaskWeightScheduler(metric_key="reward/points")
+    resumed.bind(["a"])
+    resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+    assert resumed.metrics()["task/a/level"] == pytest.approx(level)

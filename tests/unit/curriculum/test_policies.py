@@ -205,6 +205,17 @@ def test_learnability_equals_the_formula_and_prefers_middling_difficulty() -> No
     assert policy.weights() == pytest.approx(softmax(spreads, 0.1), rel=1e-4)
 
 
+def test_a_task_of_one_response_a_prompt_is_not_measured_as_one_without_spread() -> None:
+    policy = _build(Learnability, "abc", smoothing=0.5, temperature=0.1)
+    for step in range(3):
+        stats = {"a": _stats("a", 0.5, std=0.5), "b": _stats("b", 0.1, std=0.3)}
+        stats["c"] = _stats("c", 0.5, std=math.nan)  # as of a 0/1 reward: sqrt(p (1 - p))
+        if step == 1:  # a step in which all responses but one of each group failed
+            stats["a"] = _stats("a", 0.5, std=math.nan)
+        policy.update(stats, step)
+    assert policy.weights() == pytest.approx(softmax({"a": 0.5, "b": 0.3, "c": 0.5}, 0.1), rel=1e-4)
+
+
 def _with_cosines(stats: dict[str, TaskStats], cosines: dict[str, float]) -> dict[str, TaskStats]:
     """Return ``stats`` with the cosine of each pair, named by its two letters, at both tasks."""
     more = {t: {f"cosine/{p.replace(t, '')}": c for p, c in cosines.items() if t in p} for t in stats}

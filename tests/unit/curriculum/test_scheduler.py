@@ -345,6 +345,10 @@ def test_a_metric_can_be_watched_instead_of_the_reward_and_its_absence_is_said_o
     events = [e for step in range(3) for e in typo.update({"a": stats("a", 0.9)}, step)]
     (warning,) = [e for e in events if e.kind == "warn"]
     assert "did you mean 'accuracy'" in warning.reason
+    resumed = _bound("ab", metric_key="accuracyy")
+    resumed.load_state_dict(json.loads(json.dumps(typo.state_dict())))
+    told = resumed.update({"a": stats("a", 0.9)}, 3)
+    assert not [e for e in told if e.kind == "warn"], "told before the checkpoint"
 
 
 def test_using_it_before_bind_says_what_to_do() -> None:

@@ -61,3 +61,15 @@ def test_a_spent_budget_starts_anew_for_who_resumes_has_mended_it() -> None:
     assert after.rate == 0.0
     after.add(SAMPLE, FAILED)
     after.check()
+
+
+def test_a_window_too_small_for_a_rate_is_not_spent_and_goes_on() -> None:
+    before = filled(12, 3)
+    before.check()
+    after = resumed(before)
+    assert after.rate == before.rate == 0.8
+    for budget in (before, after):
+        for _ in range(5):
+            budget.add(SAMPLE, FAILED)
+        with pytest.raises(RewardError, match="85% of its last 20"):
+            budget.check()

@@ -203,10 +203,19 @@ def test_what_is_worth_more_than_every_scored_response_is_told_once_with_its_set
     assert "gets 0" in told
     assert "best of 72 scored responses has -1" in told
     assert own.unearned([overrun(71, 0.0)]) == []
+    resumed = metrics(PluginTraits())
+    resumed.load_earned_dict(json.loads(json.dumps(own.earned_dict())))
+    assert resumed.unearned([overrun(71, 0.0)]) == [], "told before the checkpoint"
 
     decoding = ConstrainedDecoding(ConstrainedDecoding.Config(rejected_reward=-0.5))
     own = metrics(PluginTraits(), decoding)
     assert own.unearned([*scored[:10], refused(80)]) == []  # a few say nothing of the best
+    half = metrics(PluginTraits(), decoding)
+    assert half.unearned(scored[:40]) == []
+    resumed = metrics(PluginTraits(), decoding)
+    resumed.load_earned_dict(json.loads(json.dumps(half.earned_dict())))
+    rest = [*scored[40:], refused(80)]
+    assert resumed.unearned(rest) == half.unearned(rest) != [], "responses before the checkpoint count"
     (told,) = own.unearned([*scored, refused(80)])
     assert "tasks.task.algorithm_config.rejected_reward: " in told
     assert own.unearned([*scored, refused(80)]) == []

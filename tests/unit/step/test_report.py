@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from multitask_rl.records import Direction, Scored, TaskStats
 from multitask_rl.step.metrics import StepReport, aggregate, logged, some_of_each, step_numbers
 from multitask_rl.testing import make_rollout
 
+NAN = math.nan
 DRAWN = [Scored(rollout=make_rollout("ab"), reward=1.0) for _ in range(8)]
 
 
@@ -82,3 +85,19 @@ def test_a_step_of_many_tasks_logs_the_tasks_that_have_samples(number, expected)
         t: TaskStats(task=t, num_prompts=n, num_informative=0, reward_mean=0.5) for t, n in counts.items()
     }
     assert len(logged(stats)) == expected
+
+
+def test_what_a_step_could_not_measure_of_a_task_is_no_zero_and_in_no_mean():
+    """``none`` had no prompts; ``single`` has one response per prompt, so no deviation within a group."""
+    stats = {
+        "two": TaskStats(task="two", num_prompts=4, num_informative=2, reward_mean=0.5, reward_std=0.4),
+        "single": TaskStats(task="single", num_prompts=4, num_informative=4, reward_mean=0.5, reward_std=NAN),
+        "none": TaskStats(task="none", num_prompts=0, num_informative=0, reward_mean=NAN, reward_std=NAN),
+    }
+    report = StepReport(step=0, quotas={"two": 4, "single": 4}, drawn=[], kept=[], seconds={"step": 1.0})
+    numbers = step_numbers(report, stats)
+    assert numbers["macro/reward_std"] == 0.4
+    assert numbers["macro/informative_rate"] == 0.75
+    told = {key for key, value in numbers.items() if math.isfinite(value)}
+    assert "task/two/reward_std" in told
+    assert not told & {"task/single/reward_std", "task/none/reward_std", "task/none/informative_rate"}
