@@ -36,7 +36,7 @@ from multitask_rl.lazy import without_collector
 from multitask_rl.report.comparison_page import render_comparison_page
 from multitask_rl.report.differences import IGNORED, Pair, are_alike, difference_rows, share_prompts
 from multitask_rl.statistics.seeds import mean_of_arm
-from multitask_rl.tracking.reading import Evaluation, RunRecord
+from multitask_rl.tracking.reading import Evaluation, RunRecord, former_names
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
 
 _MOST_KEYS = 3
@@ -95,7 +95,10 @@ def main_compare(argv: Sequence[str]) -> int:
             reading = [
                 [
                     pool.submit(
-                        read_spending, run.directory / "metrics.jsonl", arm.tasks if options.html else []
+                        read_spending,
+                        run.directory / "metrics.jsonl",
+                        arm.tasks if options.html else [],
+                        former_names(run.config),
                     )
                     for run in arm.runs
                 ]

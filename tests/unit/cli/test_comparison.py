@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,12 @@ def test_steps_a_rollback_or_resume_undid_do_not_count(
     assert main_report([str(run), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["result"]["tasks"]["math"]
     assert row["steps"] == [0, 8]
+    made = [(step, 0.1 * step) for step in (6, 7, 8, 9, 10)] + [(6, 0.5), (7, 0.5), (8, 0.5)]
+    lines = [{"step": step, "task/math/weight": weight, "time/step_s": 1.0} for step, weight in made]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main_report([str(run), "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["result"]["weights"]
+    assert weights == {"math": {"6": 0.5, "7": 0.5, "8": 0.5}}
     with pytest.raises(ConfigError, match="it has: 0, 5, 8"):
         main_compare([str(run), str(_write_run(tmp_path / "b", [(8, "math", [0.5, 0.6])])), "--step", "10"])
 
@@ -356,13 +363,15 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
     run = _write_run(tmp_path / "a", [(0, "math", [0.0, 0.1]), (2, "math", [1.0, 0.9])], {"seed": 4})
     tracker = MLflowTracker(run, TrackingConfig(), None)
     tracker.start({"seed": 4})
-    tracker.log_metrics({"task/math/weight": 0.5}, 1)
+    for step, weight in ((1, 0.5), (2, 0.6), (3, 0.6), (2, 0.7)):  # a rollback to step 1
+        tracker.log_metrics({"task/math/weight": weight}, step)
+        time.sleep(0.005)  # points of one millisecond have no order
     tracker.log_event(Event(step=1, source="guard", kind="alarm", reason="fell"))
     tracker.finish("finished")
     name = f"mlflow:{tracker.run_id}"
     assert main_report([name, "--tracking-uri", tracker.uri, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
-    assert result["weights"] == {"math": {"1": 0.5}}
+    assert result["weights"] == {"math": {"1": 0.5, "2": 0.7}}
     assert result["tasks"]["math"]["after"] == pytest.approx(0.95)
     assert [event["reason"] for event in result["events"]] == ["fell"]
     with pytest.raises(ConfigError, match="the same run as"):

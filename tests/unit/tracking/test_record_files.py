@@ -139,7 +139,7 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     """The reader searches pieces of the file; a whole parse of each line says the same."""
     chance = random.Random(width)
     lines = []
-    for step in [1, 2, 3, 4, 3, 4, 5]:
+    for step in [1, 2, 3, 4, 5, 6, 3, 4, 5]:
         numbers = {"time/step_s": chance.random(), "time/samples_per_s": 40.0, "time/tokens_per_s": None}
         numbers |= {f"task/{task}/reward_mean": chance.random() for task in "abc"}
         padding = {"padding": "x" * chance.randrange(width, 2 * width)}
@@ -151,7 +151,7 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     found = read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"])
     made = [line for line in lines if "time/step_s" in line]
     assert found.steps == [1, 2, 3, 4, 5]
-    assert found.lines == [0, 1, 4, 5, 6]
+    assert found.lines == [0, 1, 6, 7, 8]
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "time/step_s": 1')  # a run writes on
     assert (
         read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"]).spent["seconds"]
@@ -161,5 +161,8 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     assert found.spent["samples"] == list(itertools.accumulate(40 * line["time/step_s"] for line in made))
     assert all(map(math.isnan, found.spent["tokens"]))
     assert found.rewards == {
-        task: {line["step"]: line[f"task/{task}/reward_mean"] for line in made} for task in "ac"
+        task: {line["step"]: line[f"task/{task}/reward_mean"] for line in made if line not in made[2:6]}
+        for task in "ac"
     }
+    renamed = read_spending(tmp_path / "metrics.jsonl", ["d"], {"c": "d"})
+    assert renamed.rewards == {"d": found.rewards["c"]}
