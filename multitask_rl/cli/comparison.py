@@ -34,7 +34,14 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
 from multitask_rl.report.comparison_page import render_comparison_page
-from multitask_rl.report.differences import IGNORED, Pair, are_alike, difference_rows, share_prompts
+from multitask_rl.report.differences import (
+    IGNORED,
+    Pair,
+    are_alike,
+    difference_rows,
+    measure_the_same,
+    share_prompts,
+)
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord, former_names
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
@@ -496,7 +503,7 @@ def _pair(
 
 
 def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return trained task -> task -> its last evaluation against the first, of arms that train on one task.
+    """Return trained task -> task -> its last evaluation against the first one alike, of arms of one task.
 
     Empty unless each arm trains on exactly one task, and no two on the same.
     """
@@ -507,8 +514,12 @@ def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[
     for arm, (name,) in zip(arms, trained, strict=True):
         for task in arm.tasks:
             last = arm.evaluations(task, step)
-            first = [run.evaluations[task][0] for run in arm.runs_with(task)]
-            if all(map(are_alike, first, last)):
+            histories = (run.evaluations[task] for run in arm.runs_with(task))
+            first = [
+                next(e for e in history if measure_the_same(e, end))
+                for history, end in zip(histories, last, strict=True)
+            ]
+            if all(start is not end for start, end in zip(first, last, strict=True)):
                 pairs[name, task] = _pair(task, arm, first, arm, last)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (name, task), row in difference_rows(pairs).items():
@@ -523,7 +534,9 @@ def _trained(config: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, spec in named
-        if isinstance(spec, Mapping) and not spec.get("evaluation_only") and spec.get("weight") != 0
+        if isinstance(spec, Mapping)
+        and not spec.get("evaluation_only")
+        and (spec.get("weight") != 0 or spec.get("min_share"))
     ]
 
 

@@ -71,9 +71,13 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
 
 
 def _first(history: Sequence[Evaluation], metric: str) -> Mapping[str, float]:
-    """Return the numbers of the first evaluation whose ``metric`` measured what that of the last one does."""
-    now = measured(history[-1], metric)
-    return next(e for e in history if is_comparable(measured(e, metric), now)).metrics
+    """Return the numbers of the first evaluation with ``metric`` that measured what the last one does.
+
+    Without one, those of the last.
+    """
+    last = history[-1]
+    alike = (e for e in history if is_comparable(measured(e, metric), measured(last, metric)))
+    return next((e.metrics for e in alike if metric in e.metrics), last.metrics)
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:

@@ -391,7 +391,7 @@ def test_a_row_without_interval_or_verdict_says_why(
     told = capsys.readouterr().out.splitlines()
     assert "equal: no difference: all 9 pairs are equal" in told
     assert "few: no verdict: 2 values are too few for p < 5 %, whatever they are" in told
-    assert "steady: no interval: the values do not vary" in told
+    assert "steady: no interval: the differences do not vary" in told
     assert not any(line.startswith("varied: ") for line in told)
 
 
@@ -578,6 +578,25 @@ def test_an_arm_dominates_another_that_is_worse_in_no_task(
     assert found == {str(runs[0]): [], str(runs[1]): [str(runs[0])], str(runs[2]): []}
 
 
+def test_what_a_resume_began_to_measure_is_compared_from_then_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 2 has the first evaluation with a limit, and with a KL of the anchor."""
+    run = _write_run(tmp_path / "a", [], {"tasks": {"math": {}}})
+    with (run / "evaluations.jsonl").open("w") as lines:
+        for step, level in ((0, 0.9), (2, 0.5), (4, 0.25)):
+            limits = {"limit": 0.3, "violation_rate": level, "upper_bound": 0.6, "n": 20, "satisfied": 0}
+            metrics = {"kl": level} | {f"constraint/short/{key}": value for key, value in limits.items()}
+            line = {"step": step, "task": "math", "metric": "accuracy", "direction": "higher"}
+            line["metrics"] = {key: {"mean": value} for key, value in metrics.items() if step}
+            lines.write(json.dumps({**line, "values": [0.5, 0.25]}) + "\n")
+    assert main_report([str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [(row["before"], row["violation_rate"]) for row in result["constraints"]] == [(0.5, 0.25)]
+    found = {row["metric"]: (row["before"], row["after"]) for row in result["changes"]}
+    assert found["kl"] == (0.5, 0.25)
+
+
 def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -616,9 +635,39 @@ def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
     capsys.readouterr()
     assert '"effects":{"math":{"math":{' in (tmp_path / "page.html").read_text().replace(" ", "")
     both = run("both", "math", 3, {"math": 0.3, "code": 0.1})
-    (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": {}}}))
-    assert main_compare([str(runs[0]), str(both), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}
+    # trained on two tasks, the second time in spite of a weight of 0
+    for code in ({}, {"weight": 0.0, "min_share": 0.2}):
+        (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": code}}))
+        assert main_compare([str(runs[2]), str(both), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}
+
+
+def test_the_matrix_begins_where_report_does_at_the_first_evaluation_like_the_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume at step 4 samples in another way and has other rows of ``prose``."""
+    for trained in ("math", "code"):
+        specs = {t: {"evaluation_only": t != trained} for t in ("math", "code", "prose")}
+        run = _write_run(tmp_path / trained, [], {"tasks": specs})
+        with (run / "evaluations.jsonl").open("w") as lines:
+            for step, level in ((0, 0.1), (4, 0.5), (8, 0.6)):
+                for task in specs:
+                    line = {"step": step, "task": task, "metric": "accuracy", "direction": "higher"}
+                    line["definitions"] = {"sampling": "hot" if step == 0 and task == "math" else "cold"}
+                    line["prompts"] = "p" if step == 0 or task != "prose" else "q"
+                    line["values"] = [level + 0.01 * at * step for at in range(8)]
+                    lines.write(json.dumps(line) + "\n")
+    runs = [str(tmp_path / name) for name in ("math", "code")]
+    assert main_compare([*runs, "--json"]) == 0
+    effects = json.loads(capsys.readouterr().out)["result"]["effects"]
+    assert main_report([runs[0], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["result"]["tasks"]
+    steps = {"math": [4, 8], "code": [0, 8], "prose": [4, 8]}
+    assert {task: row["steps"] for task, row in rows.items()} == steps
+    assert {task: row["steps"] for task, row in effects["math"].items()} == steps
+    assert main_compare([*runs, "--step", "4", "--json"]) == 0
+    effects = json.loads(capsys.readouterr().out)["result"]["effects"]
+    assert list(effects["math"]) == ["code"], "of the others, step 4 is the first"
 
 
 @pytest.mark.parametrize(

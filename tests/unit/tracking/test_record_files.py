@@ -134,6 +134,16 @@ def test_lines_of_other_programs_are_read_as_python_reads_them(line):
         load_line(line.strip()[:-1])
 
 
+def test_a_rollback_of_a_task_that_has_its_first_name_again_repeats_its_newest_evaluation(tmp_path):
+    names = {0: "copy", 2: "other", 4: "copy", 6: "copy"}
+    keys = {"metric": "m", "direction": "higher", "values": [0.0, 1.0]}
+    lines = [dump_line({"step": step, "task": name, **keys}) for step, name in names.items()]
+    (tmp_path / "evaluations.jsonl").write_text("".join(lines))
+    (tmp_path / "config.yaml").write_text("tasks: {copy: {former_names: [copy, other]}}")
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 4)
+    assert [e.step for e in read_run(tmp_path).evaluations["copy"]] == [0, 2, 4]
+
+
 @pytest.mark.parametrize("width", [1, 3_000, 700_000, 2_500_000], ids="{} bytes a line".format)
 def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     """The reader searches pieces of the file; a whole parse of each line says the same."""
