@@ -45,6 +45,15 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
         for task in rows.keys() - tasks.keys():
             gone = f"removed from the run after step {rows[task]['steps'][-1]}"
             rows[task]["reason"] = "; ".join(filter(None, (gone, rows[task]["reason"])))
+    for row in rows.values():
+        if row["left_out"]:
+            steps = ", ".join(map(str, row["left_out"]))
+            told = (
+                f"not compared with the evaluations at steps {steps}, which were not judged by "
+                f"{row['metric']!r} of the same definition and direction, on the same prompts and with the "
+                "same sampling"
+            )
+            row["reason"] = "; ".join(filter(None, (told, row["reason"])))
     return rows
 
 

@@ -193,6 +193,15 @@ def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -
     ]
 
 
+def test_the_page_tells_which_evaluations_the_table_leaves_out(tmp_path: Path) -> None:
+    line = {"task": "sums", "direction": "higher", "values": [0.0, 0.5, 1.0]}
+    scores = [{"step": step, "metric": name, **line} for step, name in ((0, "old"), (2, "new"), (4, "new"))]
+    _, data = page_of(write_records(tmp_path, evaluations=scores))
+    row = data["result"]["tasks"]["sums"]
+    assert row["steps"] == [2, 4]
+    assert row["reason"].startswith("not compared with the evaluations at steps 0, which were not judged by")
+
+
 def test_the_timeline_has_the_newest_steps_whole(tmp_path: Path) -> None:
     spans = [
         {"stage": stage, "task": "", "start": step + 0.0, "end": step + 0.5, "step": step}
