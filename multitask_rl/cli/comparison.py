@@ -112,7 +112,9 @@ def main_compare(argv: Sequence[str]) -> int:
                 for arm in arms
             ]
             spendings = [[run.result() for run in own] for own in reading]
+        lacking = [] if options.step is None else _without_step(arms, options.step)
         result = compare(arms, options.step)
+        result["notes"] += lacking
         result |= costs(arms, spendings, options.step, options.level)
         result["left_out"] = left_out
         if options.html:
@@ -166,6 +168,21 @@ class Arm:
         return all(
             share_prompts(runs[0], run, chosen[0], own) for run, own in zip(runs[1:], chosen[1:], strict=True)
         )
+
+
+def _without_step(arms: Sequence[Arm], step: int) -> list[str]:
+    """Take from each run the tasks that it did not evaluate at ``step``; return notes on them.
+
+    A run that evaluated none at this step keeps all.
+    """
+    notes = []
+    for run in (run for arm in arms for run in arm.runs):
+        kept = {task: own for task, own in run.evaluations.items() if any(step == e.step for e in own)}
+        if kept and len(kept) < len(run.evaluations):
+            lacking = ", ".join(task for task in run.evaluations if task not in kept)
+            notes.append(f"{run.name} has no evaluation at step {step} of {lacking}")
+            run.evaluations = kept
+    return notes
 
 
 def _read_all(
@@ -583,7 +600,7 @@ def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
     found = []
     last = {run.name: _last_step(run) for run in runs}
     if step is None and len(set(last.values())) > 1:
-        steps = [{e.step for e in history} for run in runs for history in run.evaluations.values()]
+        steps = [{e.step for history in run.evaluations.values() for e in history} for run in runs]
         common = set.intersection(*steps)
         hint = f"; --step {max(common)} is the last evaluation that all have" if common else ""
         short = [f"{name} {at}" for name, at in last.items() if at < max(last.values())]

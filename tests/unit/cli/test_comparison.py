@@ -578,6 +578,26 @@ def test_an_arm_dominates_another_that_is_worse_in_no_task(
     assert found == {str(runs[0]): [], str(runs[1]): [str(runs[0])], str(runs[2]): []}
 
 
+def test_a_task_that_a_resume_added_or_removed_does_not_hinder_a_comparison_at_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values: Values = [0.0, 0.5, 1.0]
+    told = {"math": (0, 2, 4), "code": (0, 2, 4)}, {"math": (0, 2, 4, 6), "code": (0, 2), "added": (6,)}
+    runs = [
+        _write_run(tmp_path / name, [(s, t, values) for t, steps in own.items() for s in steps], {"x": name})
+        for name, own in zip("ab", told, strict=True)
+    ]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["result"]["notes"]
+    assert notes[0].endswith("; --step 4 is the last evaluation that all have")
+    assert main_compare([*map(str, runs), "--step", "4", "--json", "--html", str(tmp_path / "page")]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert list(result["comparisons"][0]["tasks"]) == ["math"]
+    assert result["notes"] == [f"{runs[1]} has no evaluation at step 4 of code, added"]
+    with pytest.raises(ConfigError, match="no evaluation of 'math' at step 6; it has: 0, 2, 4"):
+        main_compare([*map(str, runs), "--step", "6"])
+
+
 def test_what_a_resume_began_to_measure_is_compared_from_then_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
