@@ -34,9 +34,16 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
 from multitask_rl.report.comparison_page import render_comparison_page
-from multitask_rl.report.differences import IGNORED, Pair, are_alike, difference_rows, share_prompts
+from multitask_rl.report.differences import (
+    IGNORED,
+    Pair,
+    are_alike,
+    difference_rows,
+    measure_the_same,
+    share_prompts,
+)
 from multitask_rl.statistics.seeds import mean_of_arm
-from multitask_rl.tracking.reading import Evaluation, RunRecord
+from multitask_rl.tracking.reading import Evaluation, RunRecord, former_names
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
 
 _MOST_KEYS = 3
@@ -95,14 +102,19 @@ def main_compare(argv: Sequence[str]) -> int:
             reading = [
                 [
                     pool.submit(
-                        read_spending, run.directory / "metrics.jsonl", arm.tasks if options.html else []
+                        read_spending,
+                        run.directory / "metrics.jsonl",
+                        arm.tasks if options.html else [],
+                        former_names(run.config),
                     )
                     for run in arm.runs
                 ]
                 for arm in arms
             ]
             spendings = [[run.result() for run in own] for own in reading]
+        lacking = [] if options.step is None else _without_step(arms, options.step)
         result = compare(arms, options.step)
+        result["notes"] += lacking
         result |= costs(arms, spendings, options.step, options.level)
         result["left_out"] = left_out
         if options.html:
@@ -156,6 +168,21 @@ class Arm:
         return all(
             share_prompts(runs[0], run, chosen[0], own) for run, own in zip(runs[1:], chosen[1:], strict=True)
         )
+
+
+def _without_step(arms: Sequence[Arm], step: int) -> list[str]:
+    """Take from each run the tasks that it did not evaluate at ``step``; return notes on them.
+
+    A run that evaluated none at this step keeps all.
+    """
+    notes = []
+    for run in (run for arm in arms for run in arm.runs):
+        kept = {task: own for task, own in run.evaluations.items() if any(step == e.step for e in own)}
+        if kept and len(kept) < len(run.evaluations):
+            lacking = ", ".join(task for task in run.evaluations if task not in kept)
+            notes.append(f"{run.name} has no evaluation at step {step} of {lacking}")
+            run.evaluations = kept
+    return notes
 
 
 def _read_all(
@@ -493,7 +520,7 @@ def _pair(
 
 
 def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return trained task -> task -> its last evaluation against the first, of arms that train on one task.
+    """Return trained task -> task -> its last evaluation against the first one alike, of arms of one task.
 
     Empty unless each arm trains on exactly one task, and no two on the same.
     """
@@ -504,8 +531,12 @@ def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[
     for arm, (name,) in zip(arms, trained, strict=True):
         for task in arm.tasks:
             last = arm.evaluations(task, step)
-            first = [run.evaluations[task][0] for run in arm.runs_with(task)]
-            if all(map(are_alike, first, last)):
+            histories = (run.evaluations[task] for run in arm.runs_with(task))
+            first = [
+                next(e for e in history if measure_the_same(e, end))
+                for history, end in zip(histories, last, strict=True)
+            ]
+            if all(start is not end for start, end in zip(first, last, strict=True)):
                 pairs[name, task] = _pair(task, arm, first, arm, last)
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for (name, task), row in difference_rows(pairs).items():
@@ -520,7 +551,9 @@ def _trained(config: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, spec in named
-        if isinstance(spec, Mapping) and not spec.get("evaluation_only") and spec.get("weight") != 0
+        if isinstance(spec, Mapping)
+        and not spec.get("evaluation_only")
+        and (spec.get("weight") != 0 or spec.get("min_share"))
     ]
 
 
@@ -567,7 +600,7 @@ def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
     found = []
     last = {run.name: _last_step(run) for run in runs}
     if step is None and len(set(last.values())) > 1:
-        steps = [{e.step for e in history} for run in runs for history in run.evaluations.values()]
+        steps = [{e.step for history in run.evaluations.values() for e in history} for run in runs]
         common = set.intersection(*steps)
         hint = f"; --step {max(common)} is the last evaluation that all have" if common else ""
         short = [f"{name} {at}" for name, at in last.items() if at < max(last.values())]

@@ -128,13 +128,6 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
 
 def _render_report(result: Mapping[str, Any]) -> str:
     parts = [f"run: {result['run']}", task_table(result["tasks"], ("before", "after"))]
-    parts += [
-        f"{task}: not compared with the evaluations at steps {', '.join(map(str, row['left_out']))}, "
-        f"which were not judged by {row['metric']!r} of the same definition and direction, on the same "
-        "prompts and with the same sampling"
-        for task, row in result["tasks"].items()
-        if row["left_out"]
-    ]
     if result["changes"]:
         parts.append(_change_table(result["changes"]))
     if result["turnover"]:

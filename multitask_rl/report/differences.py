@@ -106,7 +106,7 @@ def _why_nothing_is_said(pair: Pair, difference: Difference) -> str:
     if difference.n and math.isnan(difference.p_value):
         return f"no verdict: {difference.n} values are too few for p < 5 %, whatever they are"
     if difference.n and math.isnan(difference.low):
-        return "no interval: the values do not vary"
+        return f"no interval: the {'differences' if pair.paired else 'values'} do not vary"
     return ""
 
 

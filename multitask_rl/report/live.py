@@ -23,7 +23,7 @@ from multitask_rl.report.page import charted, payload, span
 from multitask_rl.report.samples import CHUNK, Samples
 from multitask_rl.report.shell import render_shell
 from multitask_rl.tracking.jsonl import RECORDS, dump_line, load_line
-from multitask_rl.tracking.reading import RunRecord, read_run
+from multitask_rl.tracking.reading import RunRecord, former_names, read_run
 
 _LEAST_WAIT_S = 2.0
 _HEADERS = {
@@ -97,10 +97,11 @@ class LiveRun:
         self._data = b""
         self.wait_s = _LEAST_WAIT_S
         """Seconds until it is worth to ask again."""
+        self._former: dict[str, str] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._samples = Samples()
+        self._samples = Samples(self._former)
         self._metrics: list[dict[str, float]] = []
         self._spans: list[list[Any]] = []
         self._version += 1
@@ -120,9 +121,12 @@ class LiveRun:
             state = tuple(self._sizes())
             began = time.monotonic()
             if state != self._state and began - self._read_at >= self.wait_s:
+                run = read_run(self._directory)
+                if (former := former_names(run.config)) != self._former:
+                    self._former = former  # a resume has renamed tasks
+                    self._begin()
                 while not all(tail.read() for tail in self._tails):
                     self._begin()  # a resume has cut the records
-                run = read_run(self._directory)
                 data = payload(run, self._summarise(run), self._directory, self._metrics, self._spans)
                 samples = {
                     "version": str(self._version),

@@ -21,7 +21,7 @@ from multitask_rl.report.summary import summarise_run
 from multitask_rl.tracking.base import ALARM_KINDS, Trackers
 from multitask_rl.tracking.jsonl import RECORDS
 from multitask_rl.tracking.machine import read_machine
-from multitask_rl.tracking.reading import RunRecord, read_lines, read_run
+from multitask_rl.tracking.reading import RunRecord, former_names, join_lines, read_lines, read_run
 
 _LOG = logging.getLogger(__name__)
 MOST_RECORD_BYTES = 64_000_000
@@ -77,7 +77,7 @@ def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> s
     Raises:
         ConfigError: a record cannot be read.
     """
-    samples = Samples()
+    samples = Samples(former_names(run.config))
     for _ in read_lines(directory / "rollouts.jsonl", samples.add):
         pass
     metrics = read_lines(directory / "metrics.jsonl", charted)
@@ -156,10 +156,8 @@ def payload(
 
     ``metrics``: lines as ``charted`` returns them; ``spans``: as ``span`` does.
     """
-    rows: dict[int, dict[str, float]] = {}
-    for line in metrics:
-        # an evaluation, the guard and a step write one line each; a step after a rollback replaces the former
-        rows.setdefault(int(line["step"]), {}).update(line)
+    former = former_names(run.config)
+    rows = join_lines(metrics, former)
     steps = sorted(rows)
     alarms = [*_without_signal(rows, result), *(e for e in run.events if e["kind"] in ALARM_KINDS)]
     shown = ("tasks", "turnover", "influence", "constraints", "stages", "events")
@@ -174,7 +172,7 @@ def payload(
         "sections": list(_SECTIONS.items()),
         "charts": [*_held_out(run), *_charts(rows), *_limits(run)],
         "gradients": _gradients(rows),
-        "spans": _newest(spans),
+        "spans": _newest([stage, former.get(task, task), *rest] for stage, task, *rest in spans),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100),
         "machine": read_machine(directory),
     }

@@ -19,9 +19,10 @@ _REJECTED, _VIOLATED, _JUDGED, _FAILED, _TRUNCATED = 1, 2, 4, 8, 16
 
 
 class Samples:
-    """Collects lines of ``rollouts.jsonl``, oldest first."""
+    """Collects lines of ``rollouts.jsonl``, oldest first; ``former``: former name -> name of a task."""
 
-    def __init__(self) -> None:
+    def __init__(self, former: Mapping[str, str] | None = None) -> None:
+        self._former = former or {}
         kinds = ("step", "draw", "reward", "length", "flags", *_NAMED, "violated")
         self.columns: dict[str, list[Any]] = {name: [] for name in kinds}
         """Name -> a value per sample. ``task``, ``prompt``, ``failure``: indices of ``names`` (-1: none).
@@ -59,7 +60,7 @@ class Samples:
             "reward": None if reward is None else float(f"{float(reward):.4g}"),
             "length": len(line.get("response_ids", ())),
             "flags": flags,
-            "task": self._index("task", str(line["task"])),
+            "task": self._index("task", self._former.get(str(line["task"]), str(line["task"]))),
             "prompt": self._index("prompt", str(line.get("prompt_id", ""))),
             "failure": self._index("failure", str(failure["kind"])) if failure else -1,
             # a browser's integers have 32 bits

@@ -45,6 +45,15 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
         for task in rows.keys() - tasks.keys():
             gone = f"removed from the run after step {rows[task]['steps'][-1]}"
             rows[task]["reason"] = "; ".join(filter(None, (gone, rows[task]["reason"])))
+    for row in rows.values():
+        if row["left_out"]:
+            steps = ", ".join(map(str, row["left_out"]))
+            told = (
+                f"not compared with the evaluations at steps {steps}, which were not judged by "
+                f"{row['metric']!r} of the same definition and direction, on the same prompts and with the "
+                "same sampling"
+            )
+            row["reason"] = "; ".join(filter(None, (told, row["reason"])))
     return rows
 
 
@@ -71,9 +80,13 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
 
 
 def _first(history: Sequence[Evaluation], metric: str) -> Mapping[str, float]:
-    """Return the numbers of the first evaluation whose ``metric`` measured what that of the last one does."""
-    now = measured(history[-1], metric)
-    return next(e for e in history if is_comparable(measured(e, metric), now)).metrics
+    """Return the numbers of the first evaluation with ``metric`` that measured what the last one does.
+
+    Without one, those of the last.
+    """
+    last = history[-1]
+    alike = (e for e in history if is_comparable(measured(e, metric), measured(last, metric)))
+    return next((e.metrics for e in alike if metric in e.metrics), last.metrics)
 
 
 def _constraints(run: RunRecord) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from multitask_rl.records import (
     TrainSample,
 )
 from multitask_rl.rollout.base import RolloutEngine
-from multitask_rl.statistics.definitions import is_comparable, measured
+from multitask_rl.statistics.definitions import SAMPLING, is_comparable, measured
 from multitask_rl.statistics.intervals import summarise
 from multitask_rl.step.stages import RolloutStage
 from multitask_rl.step.task_state import TaskState, render_answer_ids, render_rows
@@ -73,8 +73,17 @@ class TextMeter:
                 definitions={**evaluation.definitions, **own},
             )
         metric = next(iter(found))
+        known = dict(evaluation.definitions)
+        if not (algorithm.has_teacher or task.spec.grammar):  # the texts are given, all tokens count
+            known.pop(SAMPLING, None)
         return replace(
-            evaluation, metric=metric, primary=found.pop(metric), prompts=digest, metrics=found, num_samples=1
+            evaluation,
+            metric=metric,
+            primary=found.pop(metric),
+            prompts=digest,
+            definitions=known,
+            metrics=found,
+            num_samples=1,
         )
 
     def _given(self, task: TaskState, max_tokens: int | None, purpose: str) -> list[TrainSample]:

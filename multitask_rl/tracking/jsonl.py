@@ -7,9 +7,11 @@ written ends the run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -224,9 +226,10 @@ def repeat_evaluations(file: Path, step: int) -> None:
         while own and own[-1][0] >= row["step"]:
             own.pop()
         own.append((row["step"], line.decode()))
+    newest = [[one for one in own if one[0] <= step][-1:] for own in kept.values()]
     with closing(RecordFile(file)) as record:
-        for own in kept.values():
-            record.append([line for at, line in own if at <= step][-1:])
+        # in order of steps: a renamed task has lines under several names
+        record.append(line for _, line in sorted(itertools.chain(*newest), key=operator.itemgetter(0)))
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

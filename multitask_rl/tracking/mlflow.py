@@ -250,7 +250,12 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     with (directory / "metrics.jsonl").open("w", encoding="utf-8") as stream:
         for name in run.data.metrics:
             if name.startswith("task/") and name.endswith("/weight"):
+                course: list[Any] = []
                 for point in client.get_metric_history(run_id, name):
+                    while course and course[-1].step >= point.step:  # a rollback undid these
+                        course.pop()
+                    course.append(point)
+                for point in course:
                     stream.write(dump_line({"step": point.step, name: point.value}))
 
 

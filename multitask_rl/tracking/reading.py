@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,8 @@ from multitask_rl.tracking.timeline import summarise
 T = TypeVar("T")
 _EVENT = {"source": str, "kind": str, "reason": str, "step": int}
 _SPAN = {"stage": str, "task": str, "start": float, "end": float}
+_MADE = "time/step_s"
+"""Metric of the lines of ``metrics.jsonl`` that a training step wrote, and of no others."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -97,12 +99,11 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
     def typed(types: Mapping[str, Callable[[Any], Any]]) -> Callable[[dict[str, Any]], dict[str, Any]]:
         return lambda line: {**line, **{key: as_type(line[key]) for key, as_type in types.items()}}
 
-    def task_numbers(line: Mapping[str, Any]) -> tuple[int, list[tuple[str, str, float]]]:
-        parts = [(key.split("/"), value) for key, value in line.items() if key.startswith("task/")]
-        own = [
-            (k[1], k[2], value) for k, value in parts if len(k) == 3 and k[2] in ("weight", "share_trained")
-        ]
-        return int(line["step"]), [(t, metric, float(value)) for t, metric, value in own if value is not None]
+    def task_numbers(line: Mapping[str, Any]) -> dict[str, float]:
+        ends = ("/weight", "/share_trained")
+        own = {k: v for k, v in line.items() if k.startswith("task/") and k.endswith(ends) and v is not None}
+        made = {_MADE: 1.0} if _MADE in line else {}
+        return {"step": int(line["step"]), **made, **{key: float(value) for key, value in own.items()}}
 
     evaluations: dict[str, list[Evaluation]] = {}
     for evaluation in read_lines(directory / "evaluations.jsonl", lambda line: _evaluation(line, names)):
@@ -117,9 +118,10 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
             name=name or str(directory), config=config, evaluations=evaluations, directory=directory
         )
     numbers: dict[str, dict[str, dict[int, float]]] = {"weight": {}, "share_trained": {}}
-    for step, own in read_lines(directory / "metrics.jsonl", task_numbers):
-        for task, metric, value in own:
-            numbers[metric].setdefault(names.get(task, task), {})[step] = value
+    for step, row in join_lines(read_lines(directory / "metrics.jsonl", task_numbers), names).items():
+        for parts, value in ((key.split("/"), value) for key, value in row.items()):
+            if len(parts) == 3:
+                numbers[parts[2]].setdefault(parts[1], {})[step] = value
     return RunRecord(
         name=name or str(directory),
         config=config,
@@ -165,6 +167,38 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
                     "line out"
                 ) from error
             yield converted
+
+
+def join_lines(
+    lines: Iterable[Mapping[str, float]], former: Mapping[str, str]
+) -> dict[int, dict[str, float]]:
+    """Return step -> its numbers, from lines of ``metrics.jsonl`` in their order.
+
+    An evaluation, the guard and a step write one line each. Steps that a rollback undid are left out. Tasks
+    have the names that ``former`` (``former_names``) gives them.
+    """
+    rows: dict[int, dict[str, float]] = {}
+    newest = 0
+    for line in lines:
+        step = int(line["step"])
+        if _MADE in line:
+            if step <= newest:  # the run went back
+                for undone in [at for at in rows if at >= step]:
+                    del rows[undone]
+            newest = step
+        rows.setdefault(step, {}).update(
+            {_present_name(key, former): value for key, value in line.items()} if former else line
+        )
+    return rows
+
+
+def _present_name(key: str, former: Mapping[str, str]) -> str:
+    """Return the metric ``key`` with the present names of its tasks; ``task/a/cosine/b`` has two."""
+    parts = key.split("/")
+    if parts[0] == "task":
+        for at in (1, 3) if parts[2:3] == ["cosine"] else (1,):
+            parts[at] = former.get(parts[at], parts[at])
+    return "/".join(parts)
 
 
 def former_names(config: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,14 +31,13 @@ class Spending:
     """What a run has spent; steps that a rollback undid count, steps that a resume repeats count once."""
 
     steps: list[int] = field(default_factory=list)
-    """The steps made, each once, in order."""
+    """The steps made, in order, without those that a rollback undid."""
     lines: list[int] = field(default_factory=list)
-    """Of each of ``steps``, the index of its last line in the lists of ``spent``: after a rollback a run
-    makes steps again."""
+    """Of each of ``steps``, the index of its line in the lists of ``spent``, which hold undone steps too."""
     spent: dict[str, list[float]] = field(default_factory=dict)
     """``seconds``, ``samples``, ``tokens`` -> sum up to each line; NaN from the first line that lacks it."""
     rewards: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Task -> step -> ``reward_mean``, of the lines taken."""
+    """Task -> step -> ``reward_mean``, of the steps taken."""
 
     def at(self, step: int) -> dict[str, float]:
         """Return what was spent until the run had made ``step`` steps, with what rollbacks before undid."""
@@ -66,37 +65,44 @@ class Spending:
         return {**spent, "steps": float(len(self.spent["seconds"]))}
 
 
-def read_spending(path: Path, tasks: Sequence[str], most_lines: int = 240) -> Spending:
+def read_spending(
+    path: Path, tasks: Sequence[str], former: Mapping[str, str] | None = None, most_lines: int = 240
+) -> Spending:
     """Read the costs of every step from ``metrics.jsonl``, and the mean rewards of ``tasks``.
 
-    Rewards are read from at most ``most_lines`` lines at equal distances. A line without a step number or
-    ``time/step_s`` is skipped. If a line lacks a rate, that cost is NaN from this line on. A missing file
-    gives an empty result.
+    ``former``: former name -> name of a task that a resume has renamed. Rewards are read from at most
+    ``most_lines`` lines at equal distances. A line without a step number or ``time/step_s`` is skipped. If a
+    line lacks a rate, that cost is NaN from this line on. A missing file gives an
+    empty result.
     """
     found = Spending()
     if not path.exists():
         return found
-    lines: list[tuple[int, int, int]] = []  # place and length in the file, step
-    last: dict[int, int] = {}
+    lines: list[tuple[int, int, int]] = []  # place and length in the file, index, of each of the steps
     each: dict[str, list[float]] = {"seconds": [], **{key: [] for key in _RATES}}
-    names = {task: f'"task/{task}/reward_mean"'.encode() for task in tasks}
+    names = {f'"task/{task}/reward_mean"'.encode(): task for task in tasks}
+    names |= {f'"task/{a}/reward_mean"'.encode(): b for a, b in (former or {}).items() if b in tasks}
     with path_errors("the record", path, "the output directory of a run"), path.open("rb", 0) as stream:
         for data, begin, end, place in _lines(stream):
             seconds = _number(data, data.rfind(_SECONDS, begin, end), _SECONDS)
             step = _number(data, data.find(_STEP, begin, min(begin + 64, end)), _STEP)
             if not math.isnan(seconds) and not math.isnan(step):
-                last[int(step)] = len(lines)
-                lines.append((place, end - begin, int(step)))
+                while found.steps and found.steps[-1] >= step:  # the run went back: it undid these
+                    found.steps.pop()
+                    lines.pop()
+                found.steps.append(int(step))
+                lines.append((place, end - begin, len(each["seconds"])))
                 each["seconds"].append(seconds)
                 for key, name in _RATES.items():
                     each[key].append(_number(data, data.rfind(name, begin, end), name) * seconds)
-        found.steps = sorted(last)
-        found.lines = [last[step] for step in found.steps]
+        found.lines = [index for *_, index in lines]
         found.spent = {key: list(itertools.accumulate(own)) for key, own in each.items()}
-        for place, length, step in lines[:: max(1, math.ceil(len(lines) / most_lines))] if names else ():
+        stride = max(1, math.ceil(len(lines) / most_lines))
+        taken = list(zip(found.steps, lines, strict=True))[::stride] if names else []
+        for step, (place, length, _) in taken:
             line = os.pread(stream.fileno(), length, place)
             at = 0
-            for task, name in names.items():  # mostly in the order of the line, so that it is searched once
+            for name, task in names.items():  # mostly in the order of the line, so that it is searched once
                 where = line.find(name, at)
                 where = where if where >= 0 else line.find(name, 0, at)
                 at = max(at, where)

@@ -74,6 +74,21 @@ def test_loss_over_other_texts_is_another_metric_also_where_responses_are_scored
     assert [is_comparable(*pair) for pair in zip(before, other, strict=True)] == [True, True, False]
 
 
+def test_losses_of_given_texts_are_the_same_metric_however_responses_are_sampled(tmp_path):
+    """A resume with another ``eval.temperature`` must not hide what was forgotten before it."""
+    write_run(tmp_path, f"{TASKS}  shown: {{type: sft, dataset: copy.jsonl, answer: '{{reference}}'}}\n")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+
+    def measures(temperature):
+        config = run_config(tmp_path, "out", 1, eval=EvalConfig(every=2, temperature=temperature))
+        with Trainer.from_config(config) as trainer:
+            return {name: measured(own) for name, own in trainer.evaluate().items()}
+
+    warm, cool = measures(1.0), measures(0.5)
+    found = {name: is_comparable(warm[name], cool[name]) for name in warm}
+    assert found == {"copy": False, "wiki": True, "chat": True, "kept": False, "shown": True}
+
+
 def test_prompts_without_texts_are_answered_by_the_initial_actor_once(finished):
     _, trainer, history = finished
     assert history[0]["chat"].metrics["kl"].mean < 1e-9 < history[4]["chat"].metrics["kl"].mean

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,12 @@ def test_steps_a_rollback_or_resume_undid_do_not_count(
     assert main_report([str(run), "--json"]) == 0
     row = json.loads(capsys.readouterr().out)["result"]["tasks"]["math"]
     assert row["steps"] == [0, 8]
+    made = [(step, 0.1 * step) for step in (6, 7, 8, 9, 10)] + [(6, 0.5), (7, 0.5), (8, 0.5)]
+    lines = [{"step": step, "task/math/weight": weight, "time/step_s": 1.0} for step, weight in made]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main_report([str(run), "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["result"]["weights"]
+    assert weights == {"math": {"6": 0.5, "7": 0.5, "8": 0.5}}
     with pytest.raises(ConfigError, match="it has: 0, 5, 8"):
         main_compare([str(run), str(_write_run(tmp_path / "b", [(8, "math", [0.5, 0.6])])), "--step", "10"])
 
@@ -356,13 +363,15 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
     run = _write_run(tmp_path / "a", [(0, "math", [0.0, 0.1]), (2, "math", [1.0, 0.9])], {"seed": 4})
     tracker = MLflowTracker(run, TrackingConfig(), None)
     tracker.start({"seed": 4})
-    tracker.log_metrics({"task/math/weight": 0.5}, 1)
+    for step, weight in ((1, 0.5), (2, 0.6), (3, 0.6), (2, 0.7)):  # a rollback to step 1
+        tracker.log_metrics({"task/math/weight": weight}, step)
+        time.sleep(0.005)  # points of one millisecond have no order
     tracker.log_event(Event(step=1, source="guard", kind="alarm", reason="fell"))
     tracker.finish("finished")
     name = f"mlflow:{tracker.run_id}"
     assert main_report([name, "--tracking-uri", tracker.uri, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)["result"]
-    assert result["weights"] == {"math": {"1": 0.5}}
+    assert result["weights"] == {"math": {"1": 0.5, "2": 0.7}}
     assert result["tasks"]["math"]["after"] == pytest.approx(0.95)
     assert [event["reason"] for event in result["events"]] == ["fell"]
     with pytest.raises(ConfigError, match="the same run as"):
@@ -382,7 +391,7 @@ def test_a_row_without_interval_or_verdict_says_why(
     told = capsys.readouterr().out.splitlines()
     assert "equal: no difference: all 9 pairs are equal" in told
     assert "few: no verdict: 2 values are too few for p < 5 %, whatever they are" in told
-    assert "steady: no interval: the values do not vary" in told
+    assert "steady: no interval: the differences do not vary" in told
     assert not any(line.startswith("varied: ") for line in told)
 
 
@@ -569,6 +578,45 @@ def test_an_arm_dominates_another_that_is_worse_in_no_task(
     assert found == {str(runs[0]): [], str(runs[1]): [str(runs[0])], str(runs[2]): []}
 
 
+def test_a_task_that_a_resume_added_or_removed_does_not_hinder_a_comparison_at_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values: Values = [0.0, 0.5, 1.0]
+    told = {"math": (0, 2, 4), "code": (0, 2, 4)}, {"math": (0, 2, 4, 6), "code": (0, 2), "added": (6,)}
+    runs = [
+        _write_run(tmp_path / name, [(s, t, values) for t, steps in own.items() for s in steps], {"x": name})
+        for name, own in zip("ab", told, strict=True)
+    ]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["result"]["notes"]
+    assert notes[0].endswith("; --step 4 is the last evaluation that all have")
+    assert main_compare([*map(str, runs), "--step", "4", "--json", "--html", str(tmp_path / "page")]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert list(result["comparisons"][0]["tasks"]) == ["math"]
+    assert result["notes"] == [f"{runs[1]} has no evaluation at step 4 of code, added"]
+    with pytest.raises(ConfigError, match="no evaluation of 'math' at step 6; it has: 0, 2, 4"):
+        main_compare([*map(str, runs), "--step", "6"])
+
+
+def test_what_a_resume_began_to_measure_is_compared_from_then_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 2 has the first evaluation with a limit, and with a KL of the anchor."""
+    run = _write_run(tmp_path / "a", [], {"tasks": {"math": {}}})
+    with (run / "evaluations.jsonl").open("w") as lines:
+        for step, level in ((0, 0.9), (2, 0.5), (4, 0.25)):
+            limits = {"limit": 0.3, "violation_rate": level, "upper_bound": 0.6, "n": 20, "satisfied": 0}
+            metrics = {"kl": level} | {f"constraint/short/{key}": value for key, value in limits.items()}
+            line = {"step": step, "task": "math", "metric": "accuracy", "direction": "higher"}
+            line["metrics"] = {key: {"mean": value} for key, value in metrics.items() if step}
+            lines.write(json.dumps({**line, "values": [0.5, 0.25]}) + "\n")
+    assert main_report([str(run), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert [(row["before"], row["violation_rate"]) for row in result["constraints"]] == [(0.5, 0.25)]
+    found = {row["metric"]: (row["before"], row["after"]) for row in result["changes"]}
+    assert found["kl"] == (0.5, 0.25)
+
+
 def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -607,9 +655,39 @@ def test_runs_that_train_on_one_task_each_give_a_matrix_of_effects(
     capsys.readouterr()
     assert '"effects":{"math":{"math":{' in (tmp_path / "page.html").read_text().replace(" ", "")
     both = run("both", "math", 3, {"math": 0.3, "code": 0.1})
-    (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": {}}}))
-    assert main_compare([str(runs[0]), str(both), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}
+    # trained on two tasks, the second time in spite of a weight of 0
+    for code in ({}, {"weight": 0.0, "min_share": 0.2}):
+        (both / "config.yaml").write_text(yaml.safe_dump({"seed": 3, "tasks": {"math": {}, "code": code}}))
+        assert main_compare([str(runs[2]), str(both), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["result"]["effects"] == {}
+
+
+def test_the_matrix_begins_where_report_does_at_the_first_evaluation_like_the_last(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resume at step 4 samples in another way and has other rows of ``prose``."""
+    for trained in ("math", "code"):
+        specs = {t: {"evaluation_only": t != trained} for t in ("math", "code", "prose")}
+        run = _write_run(tmp_path / trained, [], {"tasks": specs})
+        with (run / "evaluations.jsonl").open("w") as lines:
+            for step, level in ((0, 0.1), (4, 0.5), (8, 0.6)):
+                for task in specs:
+                    line = {"step": step, "task": task, "metric": "accuracy", "direction": "higher"}
+                    line["definitions"] = {"sampling": "hot" if step == 0 and task == "math" else "cold"}
+                    line["prompts"] = "p" if step == 0 or task != "prose" else "q"
+                    line["values"] = [level + 0.01 * at * step for at in range(8)]
+                    lines.write(json.dumps(line) + "\n")
+    runs = [str(tmp_path / name) for name in ("math", "code")]
+    assert main_compare([*runs, "--json"]) == 0
+    effects = json.loads(capsys.readouterr().out)["result"]["effects"]
+    assert main_report([runs[0], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["result"]["tasks"]
+    steps = {"math": [4, 8], "code": [0, 8], "prose": [4, 8]}
+    assert {task: row["steps"] for task, row in rows.items()} == steps
+    assert {task: row["steps"] for task, row in effects["math"].items()} == steps
+    assert main_compare([*runs, "--step", "4", "--json"]) == 0
+    effects = json.loads(capsys.readouterr().out)["result"]["effects"]
+    assert list(effects["math"]) == ["code"], "of the others, step 4 is the first"
 
 
 @pytest.mark.parametrize(

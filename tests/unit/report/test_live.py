@@ -127,6 +127,18 @@ def test_new_lines_are_read_once_and_a_resumed_run_anew(tmp_path: Path) -> None:
     assert columns() == ("3", [])
 
 
+def test_a_task_that_a_resume_renames_is_one_task_from_then_on(tmp_path: Path) -> None:
+    write_records(tmp_path, rollouts=[sample(1)])
+    live = LiveRun(tmp_path, summarise_run)
+    assert json.loads(live.data()[0])["samples"]["names"]["task"] == ["sums"]
+    (tmp_path / "config.yaml").write_text(json.dumps({"tasks": {"plus": {"former_names": ["sums"]}}}))
+    with (tmp_path / "rollouts.jsonl").open("a") as lines:
+        lines.write(json.dumps(sample(2, task="plus")) + "\n")
+    live.wait_s = 0.0
+    stored = json.loads(live.data()[0])["samples"]
+    assert (stored["names"]["task"], stored["columns"]["task"]) == (["plus"], [0, 0])
+
+
 def test_a_file_is_read_from_where_it_ended(tmp_path: Path) -> None:
     path, found = tmp_path / "lines.jsonl", list[int]()
     tail = Tail(path, lambda line: found.append(line["a"]))

@@ -49,16 +49,10 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
 def test_a_task_that_gave_no_signal_went_wrong_unless_it_got_better(tmp_path: Path) -> None:
     rates = {"dead": 0.0, "solved": 0.0, "alive": 0.5, "new": 0.0}
     steps = {"new": range(32, 41)}
-    metrics = [
-        {
-            "step": step,
-            f"task/{task}/informative_rate": rate,
-            f"task/{task}/reward_mean": 0.125,
-            "time/step_s": 2.0,
-        }
-        for task, rate in rates.items()
-        for step in steps.get(task, range(1, 41))
-    ]
+    metrics: list[dict[str, Any]] = [{"step": step, "time/step_s": 2.0} for step in range(1, 41)]
+    for task, rate in rates.items():
+        for step in steps.get(task, range(1, 41)):
+            metrics[step - 1] |= {f"task/{task}/informative_rate": rate, f"task/{task}/reward_mean": 0.125}
     scores = [
         {
             "step": step,
@@ -113,6 +107,50 @@ def test_curves_of_many_steps_become_means_and_keep_the_last_step(tmp_path: Path
     assert charts["stages"]["lines"] == [{"name": "rollout", "y": [2.0]}]
 
 
+def test_steps_that_a_rollback_undid_are_on_no_curve(tmp_path: Path) -> None:
+    """Evaluation and guard of step 4 take the run back to step 2; from then on task ``b`` gets no prompts."""
+
+    def line(step: int, **rewards: float | None) -> dict[str, Any]:
+        own = {f"task/{task}/reward_mean": reward for task, reward in rewards.items()}
+        return {"step": step, "time/step_s": 1.0, **own, "task/a/weight": 0.5}
+
+    undone = [line(3, a=0.9, b=0.9), line(4, a=0.9, b=0.9), {"step": 4, "guard/rollbacks": 1.0}]
+    metrics = [line(1, a=0.1, b=0.2), line(2, a=0.1, b=0.2), *undone, line(3, a=0.3, b=None)]
+    text, data = page_of(write_records(tmp_path, metrics=metrics))
+    charts = {chart["id"]: chart for chart in data["charts"]}
+    assert charts["reward_mean"]["x"] == [1, 2, 3]
+    lines = {line["name"]: line["y"] for line in charts["reward_mean"]["lines"]}
+    assert lines == {"a": [0.1, 0.1, 0.3], "b": [0.2, 0.2, None]}
+    assert data["tiles"][0][1] == 3
+    # evaluations of each step: the one that counts is of the same step
+    metrics[4:] = [{"step": 4, "guard/rollbacks": 1.0}, line(4, a=0.3)]
+    _, data = page_of(write_records(tmp_path, metrics=metrics))
+    assert data["charts"][1]["lines"][1]["y"] == [0.2, 0.2, 0.9, None]
+    assert text
+
+
+def test_a_renamed_task_is_one_task_on_the_page(tmp_path: Path) -> None:
+    config = {"tasks": {"new": {"former_names": ["old"]}, "other": {}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    names = ("old", "old", "new")
+    metrics = [
+        {"step": step, f"task/{name}/reward_mean": 0.1 * step, f"task/other/cosine/{name}": 0.5}
+        for step, name in enumerate(names, start=1)
+    ]
+    rollouts = [sample(step, task=name) for step, name in enumerate(names, start=1)]
+    spans = [
+        {"step": step, "stage": "rewards", "task": name, "start": step, "end": step + 1}
+        for step, name in enumerate(names, start=1)
+    ]
+    records = {"metrics": metrics, "rollouts": rollouts, "timeline": spans}
+    _, data = page_of(write_records(tmp_path, **records))
+    reward = next(chart for chart in data["charts"] if chart["id"] == "reward_mean")
+    assert reward["lines"] == [{"name": "new", "y": [0.1, 0.2, 0.3]}]
+    assert data["gradients"]["cosines"] == {"other": {"new": [0.5, 0.0]}}
+    assert data["samples"]["names"]["task"] == ["new"]
+    assert {span[1] for span in data["spans"]} == {"new"}
+
+
 def test_gradients_are_a_matrix_of_mean_cosines_with_errors(tmp_path: Path) -> None:
     def line(step: int, cosine: float) -> dict[str, Any]:
         pair = {"task/a/cosine/b": cosine, "task/b/cosine/a": cosine}
@@ -153,6 +191,15 @@ def test_held_out_curves_have_intervals_and_limits_their_bound(tmp_path: Path) -
         ("upper bound", [0.4], False),
         ("limit", [0.2], True),
     ]
+
+
+def test_the_page_tells_which_evaluations_the_table_leaves_out(tmp_path: Path) -> None:
+    line = {"task": "sums", "direction": "higher", "values": [0.0, 0.5, 1.0]}
+    scores = [{"step": step, "metric": name, **line} for step, name in ((0, "old"), (2, "new"), (4, "new"))]
+    _, data = page_of(write_records(tmp_path, evaluations=scores))
+    row = data["result"]["tasks"]["sums"]
+    assert row["steps"] == [2, 4]
+    assert row["reason"].startswith("not compared with the evaluations at steps 0, which were not judged by")
 
 
 def test_the_timeline_has_the_newest_steps_whole(tmp_path: Path) -> None:

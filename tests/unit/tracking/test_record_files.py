@@ -134,12 +134,22 @@ def test_lines_of_other_programs_are_read_as_python_reads_them(line):
         load_line(line.strip()[:-1])
 
 
+def test_a_rollback_of_a_task_that_has_its_first_name_again_repeats_its_newest_evaluation(tmp_path):
+    names = {0: "copy", 2: "other", 4: "copy", 6: "copy"}
+    keys = {"metric": "m", "direction": "higher", "values": [0.0, 1.0]}
+    lines = [dump_line({"step": step, "task": name, **keys}) for step, name in names.items()]
+    (tmp_path / "evaluations.jsonl").write_text("".join(lines))
+    (tmp_path / "config.yaml").write_text("tasks: {copy: {former_names: [copy, other]}}")
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 4)
+    assert [e.step for e in read_run(tmp_path).evaluations["copy"]] == [0, 2, 4]
+
+
 @pytest.mark.parametrize("width", [1, 3_000, 700_000, 2_500_000], ids="{} bytes a line".format)
 def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     """The reader searches pieces of the file; a whole parse of each line says the same."""
     chance = random.Random(width)
     lines = []
-    for step in [1, 2, 3, 4, 3, 4, 5]:
+    for step in [1, 2, 3, 4, 5, 6, 3, 4, 5]:
         numbers = {"time/step_s": chance.random(), "time/samples_per_s": 40.0, "time/tokens_per_s": None}
         numbers |= {f"task/{task}/reward_mean": chance.random() for task in "abc"}
         padding = {"padding": "x" * chance.randrange(width, 2 * width)}
@@ -151,7 +161,7 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     found = read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"])
     made = [line for line in lines if "time/step_s" in line]
     assert found.steps == [1, 2, 3, 4, 5]
-    assert found.lines == [0, 1, 4, 5, 6]
+    assert found.lines == [0, 1, 6, 7, 8]
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 6, "time/step_s": 1')  # a run writes on
     assert (
         read_spending(tmp_path / "metrics.jsonl", ["c", "a", "none"]).spent["seconds"]
@@ -161,5 +171,8 @@ def test_spending_is_what_the_lines_say_however_long_they_are(tmp_path, width):
     assert found.spent["samples"] == list(itertools.accumulate(40 * line["time/step_s"] for line in made))
     assert all(map(math.isnan, found.spent["tokens"]))
     assert found.rewards == {
-        task: {line["step"]: line[f"task/{task}/reward_mean"] for line in made} for task in "ac"
+        task: {line["step"]: line[f"task/{task}/reward_mean"] for line in made if line not in made[2:6]}
+        for task in "ac"
     }
+    renamed = read_spending(tmp_path / "metrics.jsonl", ["d"], {"c": "d"})
+    assert renamed.rewards == {"d": found.rewards["c"]}
