@@ -1,4 +1,4 @@
-"""Claim (e): a reward model is over-optimised by training; the guard stops at the top of the true utility.
+"""Claim (e): a reward model is over-optimised by training; the guard stops and hands over the best weights.
 
 The suite's preference task: the training reward is a reward model fitted to noisy pairs of short answers, the
 held-out metric the hidden utility that labelled them (``gold``, 1 = the best answer). Unguarded, the policy
@@ -134,11 +134,8 @@ def _prepare(options: Options) -> None:
     print(f"reward model: {figures}")
 
 
-def _arm(name: str, *, kl: Mapping[str, Any] | None = None, guard: Mapping[str, Any] | None = None) -> Arm:
-    settings = {
-        "kl": dict(kl or {"coefficient": MEASURED}),
-        "guard": {"enabled": bool(guard), **(guard or {})},
-    }
+def _arm(name: str, *, kl: Mapping[str, Any] | None = None, is_guarded: bool = False) -> Arm:
+    settings = {"kl": dict(kl or {"coefficient": MEASURED}), "guard": {"enabled": is_guarded}}
     return Arm(name=name, settings=settings)
 
 
@@ -151,8 +148,7 @@ CLAIM = Claim(
     steps=120,
     arms=(
         _arm("unguarded"),
-        _arm("guard_stop", guard={"max_rollbacks": 0}),
-        _arm("guard_rollback", guard={"max_rollbacks": 3}),
+        _arm("guarded", is_guarded=True),
         _arm("kl_penalty", kl={"coefficient": 0.1}),
         _arm("kl_budget", kl={"coefficient": 0.05, "target": 8.0, "horizon": 10.0}),
     ),

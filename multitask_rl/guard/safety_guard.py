@@ -398,7 +398,8 @@ class SafetyGuard(Guard):
     ) -> GuardDecision:
         """Confirm the alarm; then take the next rung of the ladder, or stop.
 
-        A task that falls by its own training would fall again, unless its share goes to other tasks.
+        A rollback does not help a task that falls by its own training, unless its share goes to other tasks.
+        So a task that is trained alone stops the run at its second fall of this kind.
         """
         statistics = metric.statistics(self._settings)
         is_confirmed, good = self._confirms(metric, evaluations[metric.task], statistics, confirm)
@@ -421,10 +422,11 @@ class SafetyGuard(Guard):
             text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
         since = [self._good_until, metric.detector.good_step]
-        if self._history.is_alone(metric.task) and self._history.has_risen(metric.task, since):
+        is_alone = self._history.is_alone(metric.task)
+        if self._rollbacks and is_alone and self._history.has_risen(metric.task, since):
             text = (
-                "has regressed while its training reward rose, and no other task could get its share: it "
-                "would fall again"
+                "has regressed again while its training reward rose, and no other task could get its share: "
+                "it would fall once more"
             )
             return self._build(GuardAction.stop, metric, step, text, statistics)
         culprit = self._history.find_culprit(metric.task, since)

@@ -170,9 +170,9 @@ def test_the_over_optimisation_table_counts_both_criteria() -> None:
     base = {column: [1.0, 1.0] for column in claim.COLUMNS}
     arms = {
         "unguarded": {**base, "ratio": [0.2, 0.6], "gold_end": [0.2, 0.6]},
-        "guard_stop": {**base, "ratio": [0.96, 0.9], "gold_end": [0.96, 0.9]},
+        "guarded": {**base, "ratio": [0.96, 0.9], "gold_end": [0.96, 0.9]},
     }
     lines = claim.render(arms).splitlines()
     assert lines[2].endswith("| 0 of 2 | 1 of 2 |")
     assert lines[3].endswith("| 1 of 2 | 0 of 2 |")
-    assert any(line.startswith("- guard_stop: gold at the end is 0.93") for line in lines)
+    assert any(line.startswith("- guarded: gold at the end is 0.93") for line in lines)

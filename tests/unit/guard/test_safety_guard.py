@@ -299,25 +299,32 @@ def test_a_task_trained_into_its_own_fall_is_its_own_culprit() -> None:
     ],
     ids=["rises beside another task", "rises alone", "falls alone"],
 )
-def test_a_task_that_is_trained_alone_into_its_own_fall_stops_the_run(slope, other, action, factors) -> None:
-    """No other task could get its share: after a rollback the reward would lead to the same fall."""
-    guard = _guard()
-    for step in range(110):
-        stats = {"a": _stats("a", 2, 0.3 + slope * max(0, step - 90))}
-        if other:
-            stats["b"] = _stats("b", other)
-        if step % 10 == 0 and step != 100:
-            guard.observe(step, _constant({"a": 0.6, "b": 0.7}, step))
-        guard.record_step(step, stats)
-    copy = _guard()
+def test_a_task_trained_alone_into_its_own_fall_twice_stops_the_run(slope, other, action, factors) -> None:
+    """No other task could get its share: after each rollback the reward would lead to the same fall."""
+
+    def fall(guard: SafetyGuard, start: int) -> GuardDecision:
+        for step in range(start, start + 110):
+            stats = {"a": _stats("a", 2, 0.3 + slope * max(0, step - start - 90))}
+            if other:
+                stats["b"] = _stats("b", other)
+            if step % 10 == 0 and step != start + 100:
+                assert guard.observe(step, _constant({"a": 0.6, "b": 0.7}, step)).action is GuardAction.keep
+            guard.record_step(step, stats)
+        return guard.observe(start + 110, _constant({"a": 0.3, "b": 0.7}, start + 110))
+
+    guard = _guard(cooldown_steps=20)
+    first = fall(guard, 0)
+    assert first.action is GuardAction.rollback
+    assert guard.weight_factors() == factors
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    copy = _guard(cooldown_steps=20)
     copy.load_state_dict(json.loads(json.dumps(guard.state_dict())))
     for one in (guard, copy):
-        decision = one.observe(110, _constant({"a": 0.3, "b": 0.7}, 110))
-        assert decision.action is action
-        assert one.weight_factors() == factors
-        assert ("while its training reward rose" in decision.reason) == (action is GuardAction.stop)
-    good = [CheckpointInfo(step=90, judged_good=True), CheckpointInfo(step=100, judged_good=False)]
-    assert guard.rollback_target(good) == good[0]
+        second = fall(one, 100)
+        assert second.action is action
+        assert ("while its training reward rose" in second.reason) == (action is GuardAction.stop)
+        good = [CheckpointInfo(step=190, judged_good=True), CheckpointInfo(step=200, judged_good=False)]
+        assert one.rollback_target(good) == good[0]
 
 
 def test_the_culprit_is_sought_from_before_the_fall_although_a_lagging_average_puts_it_later() -> None:
