@@ -63,7 +63,8 @@ def run_arm(arm: Arm, seed: int, options: Options) -> Metrics:
         (step, {name: own.mean for name, own in evaluations["preference"].metrics.items()})
         for step, evaluations in trainer.history
     ]
-    kl = {step: n["task/preference/kl"] for step, n in enumerate(step_metrics(trainer))}
+    # a step that was made again after a rollback replaces the former one
+    kl = {int(n["step"]): n["task/preference/kl"] for n in step_metrics(trainer)}
     return summarise(history, kl, stopped_with)
 
 
@@ -77,8 +78,12 @@ def summarise(
         kl: training step -> nats per response.
         stopped_with: step of the checkpoint that a stopped run hands over; None = it ran to its end.
     """
-    gold = [m["reward/gold"] for _, m in history]
-    smooth = [mean(gold[max(0, i - SMOOTHED + 1) : i + 1]) for i in range(len(gold))]
+    smooth: list[float] = []
+    course: list[tuple[int, float]] = []
+    for step, found in history:
+        course = [point for point in course if point[0] < step]  # a rollback undoes the others
+        course.append((step, found["reward/gold"]))
+        smooth.append(mean([gold for _, gold in course[-SMOOTHED:]]))
     last = len(history) - 1
     end = last
     if stopped_with is not None:
@@ -86,7 +91,7 @@ def summarise(
     step, final = history[end]
     before = [value for at, value in kl.items() if at <= step]
     return {
-        "gold_start": gold[0],
+        "gold_start": smooth[0],
         "gold_max": max(smooth),
         "gold_end": smooth[end],
         "ratio": smooth[end] / max(smooth),

@@ -163,6 +163,8 @@ def test_over_optimisation_is_read_off_the_smoothed_curve() -> None:
     stopped = summarise(history, {}, 15)
     assert (stopped["ratio"], stopped["steps"], stopped["steps_made"]) == pytest.approx((1.0, 15.0, 30.0))
     assert (stopped["proxy_end"], stopped["length"]) == (3.0, 8.0)
+    back = [*history[:6], *_history([0.3, 0.6, 0.6, 0.3], [0.0, 1.0, 2.0, 3.0])[2:]]  # from 25 back to 5
+    assert summarise(back, {}, 10)["gold_end"] == pytest.approx(0.5), "undone evaluations do not count"
 
 
 def test_the_over_optimisation_table_counts_both_criteria() -> None:
