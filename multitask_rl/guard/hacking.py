@@ -24,7 +24,9 @@ _MIN_KENDALL = 16
 """Least Mann-Kendall statistic of a trend (largest: 28); chance reaches it in 3 % of windows."""
 _MIN_STEPS_FOR_TREND = 5
 _CHANCE = 0.023
-"""Probability by chance, below which a task's training reward counts as rising from step to step."""
+"""Probability by chance, below which a task's training reward counts as risen."""
+_STEPS_BEFORE, _MIN_STEPS_OF_LEVEL = 8, 3
+"""Steps before that its level is compared with, and the fewest on each side."""
 _METRICS = ("length", "entropy", "kl")
 """Keys of ``TaskStats.metrics`` that are kept."""
 
@@ -70,25 +72,36 @@ class StepHistory:
         return max(candidates, key=lambda task: (trained[task], task), default="")
 
     def has_risen(self, task: str, since: Sequence[int]) -> bool:
-        """Whether the training reward of ``task`` rose (Mann-Kendall test over at least five steps).
+        """Whether the training reward of ``task`` rose.
+
+        It did if it has a trend over at least five steps from one of ``since`` on (Mann-Kendall), or is
+        higher from the latest of them on than in the eight steps before (Mann-Whitney): flipped rewards can
+        be high already when the held-out metric begins to fall.
 
         Args:
             task: its name.
-            since: steps to look from, one after the other: the earliest and the latest at which a fall may
-                have begun. A flip first lowers the training reward: seen from far before it, the rise after
-                it is no trend.
+            since: the earliest and the latest step at which a fall may have begun. A flip first lowers the
+                training reward: seen from far before it, the rise after it is no trend.
         """
-        for start in since:
-            steps = [entry for entry in self._steps.get(task, ()) if entry["step"] > start]
-            # rounded: a mean and its shift leave an error of rounding, which is no rise
-            rewards = [round(entry["reward"], 9) for entry in steps if math.isfinite(entry["reward"])]
-            if len(rewards) >= _MIN_STEPS_FOR_TREND:
-                from scipy.stats import kendalltau  # half a second, for an alarm only
+        # rounded: a mean and its shift leave an error of rounding, which is no rise
+        known = [
+            (entry["step"], round(entry["reward"], 9))
+            for entry in self._steps.get(task, ())
+            if math.isfinite(entry["reward"])
+        ]
+        from scipy.stats import kendalltau, mannwhitneyu  # half a second, for an alarm only
 
+        for start in since:
+            rewards = [reward for step, reward in known if step > start]
+            if len(rewards) >= _MIN_STEPS_FOR_TREND:
                 trend = kendalltau(range(len(rewards)), rewards, alternative="greater")
                 if trend.pvalue < _CHANCE:  # NaN if all are equal
                     return True
-        return False
+        after = [reward for step, reward in known if step >= max(since)]
+        before = [reward for step, reward in known if step < max(since)][-_STEPS_BEFORE:]
+        if min(len(after), len(before)) < _MIN_STEPS_OF_LEVEL:
+            return False
+        return bool(mannwhitneyu(after, before, alternative="greater").pvalue < _CHANCE)
 
     def is_alone(self, task: str) -> bool:
         """Whether ``task`` was trained and no other task was."""

@@ -327,19 +327,32 @@ def test_a_task_trained_alone_into_its_own_fall_twice_stops_the_run(slope, other
         assert one.rollback_target(good) == good[0]
 
 
-def test_the_culprit_is_sought_from_before_the_fall_although_a_lagging_average_puts_it_later() -> None:
-    """Recorded in a run of a chat model: rewards flipped after step 8, held-out level 0.375, 0.246, 0."""
+@pytest.mark.parametrize(
+    ("held_out", "rewards"),
+    [
+        # the moving average puts the fall later than it began
+        (
+            [0.075, 0.28, 0.375, 0.245, 0.0],
+            [0.05, 0.1, 0.2, 0.15, 0.3, 0.25, 0.35, 0.3, 0.2, 0.0, 0.667, 0.719, 0.875, 0.938, 0.953, 1.0],
+        ),
+        # the reward is high already when the held-out metric begins to fall
+        (
+            [0.172, 0.312, 0.371, 0.434, 0.016],
+            [0.03, 0.05, 0.19, 0.09, 0.44, 0.17, 0.31, 0.22, 0.31, 0.375, 0.64, 0.625, 0.78, 0.72, 0.59, 1.0],
+        ),
+    ],
+)
+def test_the_culprit_is_found_in_two_runs_of_a_chat_model(held_out, rewards) -> None:
+    """Recorded: rewards of ``a`` flipped after step 8, an evaluation every 4 steps."""
     guard = _guard()
-    held_out = {0: 0.075, 4: 0.28, 8: 0.375, 12: 0.245, 16: 0.0}
-    rewards = [0.05, 0.1, 0.2, 0.15, 0.3, 0.25, 0.35, 0.3, 0.2, 0.0, 0.667, 0.719, 0.875, 0.938, 0.953, 1.0]
     for step in range(17):
-        if step in held_out:
-            decision = guard.observe(step, _constant({"a": held_out[step], "b": 0.7}, step))
+        if step % 4 == 0:
+            decision = guard.observe(step, _constant({"a": held_out[step // 4], "b": 0.7}, step))
         if step < 16:
             guard.record_step(step, {"a": _stats("a", 2, rewards[step]), "b": _stats("b", 7)})
     assert decision.action is GuardAction.rollback
     assert (decision.adjustments.victim, decision.adjustments.culprit) == ("a", "a")
-    infos = [CheckpointInfo(step=step, judged_good=True) for step in (4, 8, 12)]
+    infos = [CheckpointInfo(step=step, judged_good=True) for step in (4, 8)]
     assert guard.rollback_target(infos) == infos[1]
 
 
