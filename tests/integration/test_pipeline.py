@@ -148,6 +148,17 @@ def test_a_run_whose_update_fails_ends_while_the_next_batch_is_sampled_and_judge
         trainer.train()
 
 
+def test_a_run_begun_by_hand_is_evaluated_and_saved_without_batches_under_way(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    by_hand = Trainer.from_config(run_config(tmp_path, "out", 6, **OVERLAP))
+    by_hand.train_step()
+    by_hand.train()
+    first = tmp_path / "out/checkpoints/step_00000001"
+    again = CheckpointConfig(every=3, resume=str(first))
+    resumed = train(run_config(tmp_path, "again", 6, **OVERLAP | {"checkpoint": again}))
+    assert weights_hash(resumed) == weights_hash(by_hand)
+
+
 def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     write_run(tmp_path, TWO_TASKS)
     gate = tmp_path / "gate"
