@@ -145,6 +145,7 @@ class Supervisor:
                     self.progress.step > begun_at
                     and self.progress.saved_at != self.progress.step
                     and not self._has_other_weights
+                    and not self.store.is_taken
                 ):
                     self.save()
             except Exception:

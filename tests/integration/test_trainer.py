@@ -1,9 +1,12 @@
 import copy
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -535,3 +538,24 @@ def test_an_interrupt_of_steps_made_by_hand_stops_the_run_as_one_of_train_does(t
     with pytest.raises(KeyboardInterrupt):
         make_a_step_and_interrupt()
     assert told.calls == ["start", "stopped"]
+
+
+def test_a_later_trainer_of_the_process_takes_the_directory_over(tmp_path):
+    write_run(tmp_path)
+    config = run_config(tmp_path, "out", 3)
+    earlier, later = Trainer.from_config(config), Trainer.from_config(config)
+    earlier.train_step()
+    later.train_step()
+    with pytest.raises(CheckpointError, match="a later run of this process trains into it"):
+        earlier.train_step()
+    earlier.close()
+    lock = (
+        "import sys; from pathlib import Path; from multitask_rl.run.directory_lock import DirectoryLock; "
+        f"DirectoryLock(Path({str(tmp_path / 'out')!r}))"
+    )
+    other = subprocess.run([sys.executable, "-c", lock], capture_output=True, text=True)
+    assert f"process {os.getpid()} on" in other.stderr
+    later.train()
+    rows = [json.loads(row) for row in lines(tmp_path / "out", "metrics.jsonl")]
+    assert [row["step"] for row in rows if "train/learning_rate" in row] == [1, 2, 3]
+    assert max((tmp_path / "out/checkpoints").glob("step_*")).name == "step_00000003"
