@@ -81,6 +81,11 @@ def finishing() -> Iterator[None]:
         _waiting.depth -= 1
 
 
+def is_interrupted() -> bool:
+    """Return whether a signal waits for the end of a block of ``finishing``."""
+    return _waiting.number is not None
+
+
 def check_interrupt() -> None:
     """Raise ``Terminated`` if a signal came during a block of ``finishing``; not inside of another one."""
     if _waiting.depth or _waiting.number is None:

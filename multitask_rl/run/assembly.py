@@ -16,7 +16,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MultitaskRLError
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.group import hold_gpus
 from multitask_rl.executor.scorer import RayScorer, RunScorer
@@ -234,12 +234,17 @@ def build_parts(
         )
         if track:
             settings = store.settings(config, plan.specs)
-            trackers.start(settings, store.resumed_at)
-            trackers.log_datasets(plan.dataset_records())
-            supervisor.note(store.events)
-            store.write_config(settings)
-            logger.info("%s", plan.describe())
-            _tell_disk(plan, actor)
+            try:
+                trackers.start(settings, store.resumed_at)
+                trackers.log_datasets(plan.dataset_records())
+                supervisor.note(store.events)
+                store.write_config(settings)
+                logger.info("%s", plan.describe())
+                _tell_disk(plan, actor)
+            except BaseException as error:
+                with contextlib.suppress(MultitaskRLError, OSError):
+                    trackers.finish("stopped" if isinstance(error, KeyboardInterrupt) else "failed")
+                raise
         return RunParts(
             store=store,
             state=state,

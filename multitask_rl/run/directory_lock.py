@@ -6,6 +6,8 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakValueDictionary
 
 from filelock import FileLock, Timeout
 
@@ -15,6 +17,9 @@ from multitask_rl.errors import ConfigError
 class DirectoryLock:
     """A lock on a directory, held until ``release`` or the end of the process.
 
+    A second one of the same process takes it over from the first, which ``is_taken`` from then on: a notebook
+    may make a new run where it left one open.
+
     Args:
         directory: made if it is missing. Its file ``.lock`` names host and process of the holder.
 
@@ -22,12 +27,25 @@ class DirectoryLock:
         ConfigError: another living process holds it.
     """
 
+    _newest: ClassVar[WeakValueDictionary[Path, DirectoryLock]] = WeakValueDictionary()
+    """By directory: the last one of this process."""
+
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / ".lock"
         self._lock = FileLock(self._path, timeout=0)
         self._locked: os.stat_result | None = None
         """The locked file; None if the file system has no locks, or a dead process holds the lock."""
+        self.is_taken = False
+        """A later one of this process has taken it over."""
+        former = self._newest.get(directory.resolve())
+        self._newest[directory.resolve()] = self
+        if former is not None:
+            former.is_taken = True
+            if former._locked is not None and not former.is_lost():
+                self._lock, former._lock = former._lock, self._lock
+                self._locked, former._locked = former._locked, None
+                return
         try:
             self._lock.acquire()
         except Timeout as error:

@@ -115,11 +115,12 @@ class RunStore:
             self._lock.release()
 
     def check(self) -> None:
-        """Check that the directory and its record files still exist.
+        """Check that the directory is this run's, and that it and its record files still exist.
 
         Raises:
-            CheckpointError: one was deleted or replaced.
+            CheckpointError: one was deleted or replaced, or a later run of this process has the directory.
         """
+        self._check_owned()
         there = {name for name in RECORDS if (self._output_dir / name).exists()}
         if self._lock is not None and self._lock.is_lost():
             lost = f"output_dir {str(self._output_dir)!r}"
@@ -132,6 +133,18 @@ class RunStore:
             f"{lost} was deleted or replaced while the run writes it: records are lost. The weights are "
             "saved; start again: the run goes on from them"
         )
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a later run of this process has the directory."""
+        return self._lock is not None and self._lock.is_taken
+
+    def _check_owned(self) -> None:
+        if self.is_taken:
+            raise CheckpointError(
+                f"output_dir {str(self._output_dir)!r}: a later run of this process trains into it, and this "
+                "one writes there no more; go on with that run, or make a new one in another output_dir"
+            )
 
     def restore_control_tokens(self, actor: Actor) -> None:
         """Give ``actor`` the control tokens of the checkpoint. Before any part that depends on their number.
@@ -282,7 +295,12 @@ class RunStore:
         return tasks | {key: (old.get(key), new.get(key)) for key in changed}
 
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
-        """Write a checkpoint, with the lengths of the run's records; return its directory."""
+        """Write a checkpoint, with the lengths of the run's records; return its directory.
+
+        Raises:
+            CheckpointError: it cannot be written, or a later run of this process has the directory.
+        """
+        self._check_owned()
         beside = {
             "guard_class": class_id(type(guard)),
             "run_id": run_id,

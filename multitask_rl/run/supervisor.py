@@ -72,6 +72,8 @@ class Supervisor:
         """
         step, config = self.progress.step, self.config
         forced = last or self.progress.evaluated_at < 0  # the end; the beginning of a run or fork
+        if forced:  # steps made by hand before it may have begun a batch for the next one
+            self.experience.rewind()
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
         new, self.state.unmeasured = self.state.unmeasured, []
@@ -143,6 +145,7 @@ class Supervisor:
                     self.progress.step > begun_at
                     and self.progress.saved_at != self.progress.step
                     and not self._has_other_weights
+                    and not self.store.is_taken
                 ):
                     self.save()
             except Exception:

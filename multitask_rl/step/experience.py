@@ -11,6 +11,7 @@ decides which groups are late (docs/overlap.md).
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
@@ -18,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+from multitask_rl.boundary.interrupts import is_interrupted
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.models.actor import Actor
@@ -28,6 +30,10 @@ from multitask_rl.step.refill import Refill
 from multitask_rl.step.stages import RewardBatch, SamplingStages
 from multitask_rl.step.task_state import TaskState, draw_prompts
 from multitask_rl.tracking.timeline import Span, Timeline, intersect, subtract
+
+
+class _Stopped(BaseException):
+    """Nothing needs the batch that is sampled."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,6 +110,11 @@ class ExperienceSource:
         self._refill = Refill(tasks, config.batch.refill_rounds, scheduler.informative_rate)
         self._lag = config.rollout_lag
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout") if self._lag > 0 else None
+        self._is_stopping = threading.Event()
+        """Set while the batches under way are dropped: their sampling ends at its next decode step."""
+        if self._executor is not None:
+            self._rollout.between_parts = self._end_if_stopping
+            self._rollout.engine.call_between_steps(self._end_if_stopping)
         self._step = 0
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
@@ -135,10 +146,12 @@ class ExperienceSource:
         return batch.experience
 
     def wait_for_sampling(self) -> None:
-        """Wait until the engine is idle."""
+        """Wait until the engine is idle; after a signal, batches under way are not sampled to their end."""
         began = time.monotonic()
         if self._ahead:
-            self._wait()
+            while not self._wait(0.1):
+                if is_interrupted():
+                    self._is_stopping.set()  # the next step does not begin, and ``rewind`` drops them
             self._note_wait(began)
 
     def running(self) -> list[tuple[str, Span]]:
@@ -164,8 +177,12 @@ class ExperienceSource:
                     task.stream.undo(cursor)
 
     def clear(self) -> None:
-        """Drop all batches under way, because their weights are discarded."""
-        self._wait()
+        """Drop all batches under way, because their weights are discarded or the run ends."""
+        self._is_stopping.set()
+        try:
+            self._wait()
+        finally:
+            self._is_stopping.clear()
         for sampled in self._open():
             sampled.rewards.drop(math.inf)
         self._rollout.drop(math.inf)
@@ -173,14 +190,22 @@ class ExperienceSource:
         self._late.clear()
 
     def close(self) -> None:
-        """End the thread. Idempotent."""
+        """End the thread and what it samples. Idempotent."""
         if self._executor is not None:
+            self._is_stopping.set()
             self._executor.shutdown(wait=True, cancel_futures=True)
+            self._rollout.engine.call_between_steps(lambda: None)  # an engine that was given goes on
 
     # ------------------------------------------------------------------ inside
 
-    def _wait(self) -> None:
-        wait([batch.sampled for batch in self._ahead if batch.sampled is not None])
+    def _end_if_stopping(self) -> None:
+        if self._is_stopping.is_set():
+            raise _Stopped
+
+    def _wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all batches ahead are sampled, at most ``timeout_s``; return whether they are."""
+        sampled = [batch.sampled for batch in self._ahead if batch.sampled is not None]
+        return not wait(sampled, timeout_s).not_done
 
     def _open(self) -> list[_Sampled]:
         """Return the batches ahead that are sampled, and the late ones."""

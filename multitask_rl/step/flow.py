@@ -14,6 +14,7 @@ double[int -> int] -> show[int -> str]
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -271,9 +272,10 @@ class DataFlow:
         return output
 
     def close(self) -> None:
-        """Close every stage."""
-        for stage in self._stages:
-            stage.close()
+        """Close every stage, also when the ``close`` of another one raises."""
+        with contextlib.ExitStack() as closing:
+            for stage in reversed(self._stages):
+                closing.callback(stage.close)
 
     def to_mermaid(self) -> str:
         """Return the graph as Mermaid text (any Markdown viewer draws it)."""

@@ -111,6 +111,9 @@ class RolloutStage(StreamingStage):
         self._is_sampling = False
         """The engine's stream is open; between two of them worlds are waited for."""
         self._joined: list[Rollout] = []
+        self.between_parts: Callable[[], None] = lambda: None
+        """Called when responses have ended, and about once a second while worlds are waited for; what it
+        raises ends the call."""
         self.spans: list[Span] = []
         """When the engine worked, since the caller last cleared it."""
 
@@ -237,7 +240,8 @@ class RolloutStage(StreamingStage):
                     # worlds that answer soon share a batch: waiting costs less than another pass
                     until = time.monotonic() + max(0.02, took / 2)
                     while episodes.num_waiting:
-                        left = 60.0
+                        self.between_parts()
+                        left = 1.0
                         # the group of a rejected response has gone on: its next attempt is not left
                         may_leave = is_enough is not None and is_enough() and not episodes.has_attempts
                         if ready and episodes.in_lockstep:
@@ -260,6 +264,7 @@ class RolloutStage(StreamingStage):
                 began = time.monotonic()
                 self._is_sampling = True
                 for ended in self.engine.generate_stream(requests):
+                    self.between_parts()
                     done = self._take(call, ended)
                     if episodes is not None and not episodes.in_lockstep:
                         now_ready, now_done = episodes.poll(0.0)

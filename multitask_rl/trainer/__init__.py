@@ -432,7 +432,8 @@ class Trainer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._close("finished" if kind is None else "failed")
+        is_stopped = kind is not None and issubclass(kind, (GuardStop, KeyboardInterrupt))
+        self._close("finished" if kind is None else "stopped" if is_stopped else "failed")
 
     def _close(self, status: str) -> None:
         was_closed, self._is_closed = self._is_closed, True

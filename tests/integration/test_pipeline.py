@@ -2,17 +2,23 @@
 
 import json
 import math
+import os
+import signal
+import threading
+import time
 
 import pytest
 
+from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Rollout, Scored
 from multitask_rl.step.flow import Stage
+from multitask_rl.testing import FakeEngine
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backend import CreditedSample
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
+from run_builders import VOCABULARY, lines, run_config, train, undocumented, weights_hash, write_run
 
 CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "system/")
 
@@ -146,6 +152,69 @@ def test_a_run_whose_update_fails_ends_while_the_next_batch_is_sampled_and_judge
     trainer.insert_stage(stage, after="advantages")
     with pytest.raises(ZeroDivisionError):
         trainer.train()
+
+
+def test_a_run_begun_by_hand_is_evaluated_and_saved_without_batches_under_way(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    by_hand = Trainer.from_config(run_config(tmp_path, "out", 6, **OVERLAP))
+    by_hand.train_step()
+    by_hand.train()
+    first = tmp_path / "out/checkpoints/step_00000001"
+    again = CheckpointConfig(every=3, resume=str(first))
+    resumed = train(run_config(tmp_path, "again", 6, **OVERLAP | {"checkpoint": again}))
+    assert weights_hash(resumed) == weights_hash(by_hand)
+
+
+class EngineAtWork(FakeEngine):
+    """The second batch takes 40 s; ``when_slow`` is called in its first second."""
+
+    when_slow = hook = staticmethod(lambda: None)
+    num_calls = 0
+
+    def call_between_steps(self, hook):
+        self.hook = hook
+        return True
+
+    def generate_stream(self, requests):
+        self.num_calls += 1
+        if self.num_calls == 2:
+            threading.Timer(1.0, self.when_slow).start()
+            for _ in range(4000):
+                time.sleep(0.01)
+                self.hook()
+        yield from super().generate_stream(requests)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_ends_does_not_wait_until_the_batch_under_way_is_sampled(tmp_path, fails):
+    """A signal comes while a step waits for the engine, or the step itself fails."""
+    write_run(tmp_path, ONE_TASK)
+    config = run_config(tmp_path, "out", 6, **OVERLAP)
+    engine = EngineAtWork(vocab_size=len(VOCABULARY))
+
+    def note(sample: CreditedSample) -> CreditedSample:
+        if fails:
+            raise ZeroDivisionError
+        return sample
+
+    trainer = Trainer(config=config, engine=engine)
+    stage = Stage("note", note, consumes=CreditedSample, produces=CreditedSample)
+    trainer.insert_stage(stage, after="advantages")
+    engine.when_slow = lambda: None if fails else os.kill(os.getpid(), signal.SIGTERM)
+
+    def make_steps() -> None:
+        with stopping_on_signals(), trainer:
+            while True:
+                trainer.train_step()
+
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError if fails else Terminated):
+        make_steps()
+    assert time.monotonic() - began < 20
+    assert trainer.step == (0 if fails else 1)
+    saved = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
+    assert saved == (set() if fails else {"step_00000001"})
 
 
 def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):

@@ -1,9 +1,12 @@
 import copy
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -18,10 +21,12 @@ from multitask_rl.config.run import (
     GuardConfig,
     ModelConfig,
     RolloutConfig,
+    TrackingConfig,
 )
 from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import control_ids
+from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Scored
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
@@ -473,3 +478,84 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
                 refused += 1
                 assert re.search("does not hold what this version|is unreadable", str(error))  # noqa: PT017
     assert refused > 33
+
+
+TOLD = """
+from multitask_rl.tracking.base import Tracker
+
+
+class Told(Tracker):
+    calls = []
+
+    def __init__(self, output_dir, config, run_id):
+        pass
+
+    def start(self, parameters, resume_step=None):
+        self.calls.append("start")
+
+    def finish(self, status):
+        self.calls.append(status)
+
+
+class Refuses(Tracker):
+    error = KeyboardInterrupt
+
+    def __init__(self, output_dir, config, run_id):
+        pass
+
+    def start(self, parameters, resume_step=None):
+        raise self.error
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(KeyboardInterrupt, "stopped"), (CheckpointError("no space"), "failed")]
+)
+def test_trackers_that_have_started_are_ended_when_a_run_is_not_opened(tmp_path, error, status):
+    write_run(tmp_path)
+    (tmp_path / "told.py").write_text(TOLD)
+    names = [f"{tmp_path / 'told.py'}:{name}" for name in ("Told", "Refuses")]
+    told, refuses = (load_plugin(TRACKERS, name, expects="log_metrics") for name in names)
+    refuses.error = error
+    config = run_config(tmp_path, "out", 3, tracking=TrackingConfig(trackers=names))
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        Trainer.from_config(config).train()
+    assert told.calls == ["start", status]
+
+
+def test_an_interrupt_of_steps_made_by_hand_stops_the_run_as_one_of_train_does(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "told.py").write_text(TOLD)
+    name = f"{tmp_path / 'told.py'}:Told"
+    told = load_plugin(TRACKERS, name, expects="log_metrics")
+    config = run_config(tmp_path, "out", 3, tracking=TrackingConfig(trackers=[name]))
+
+    def make_a_step_and_interrupt() -> None:
+        with Trainer.from_config(config) as trainer:
+            trainer.train_step()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_a_step_and_interrupt()
+    assert told.calls == ["start", "stopped"]
+
+
+def test_a_later_trainer_of_the_process_takes_the_directory_over(tmp_path):
+    write_run(tmp_path)
+    config = run_config(tmp_path, "out", 3)
+    earlier, later = Trainer.from_config(config), Trainer.from_config(config)
+    earlier.train_step()
+    later.train_step()
+    with pytest.raises(CheckpointError, match="a later run of this process trains into it"):
+        earlier.train_step()
+    earlier.close()
+    lock = (
+        "import sys; from pathlib import Path; from multitask_rl.run.directory_lock import DirectoryLock; "
+        f"DirectoryLock(Path({str(tmp_path / 'out')!r}))"
+    )
+    other = subprocess.run([sys.executable, "-c", lock], capture_output=True, text=True)
+    assert f"process {os.getpid()} on" in other.stderr
+    later.train()
+    rows = [json.loads(row) for row in lines(tmp_path / "out", "metrics.jsonl")]
+    assert [row["step"] for row in rows if "train/learning_rate" in row] == [1, 2, 3]
+    assert max((tmp_path / "out/checkpoints").glob("step_*")).name == "step_00000003"

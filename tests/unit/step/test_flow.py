@@ -210,3 +210,17 @@ def test_the_stages_that_wait_for_all_say_when_they_worked():
     notes = []
     DataFlow([double(), show()])([1], note=lambda name, span: notes.append((name, span[0] <= span[1])))
     assert notes == [("double", True), ("show", True)]
+
+
+def test_every_stage_is_closed_also_after_one_whose_close_fails():
+    closed = []
+
+    class Kept(Stage):
+        def close(self):
+            closed.append(self.name)
+            if self.name == "first":
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        DataFlow([Kept("first"), Kept("second"), Kept("third")]).close()
+    assert closed == ["first", "second", "third"]
