@@ -295,11 +295,13 @@ class RayScorer:
 
     def close(self) -> None:
         """Stop the pools. Idempotent."""
+        group, self._group = self._group, None
         self._background.shutdown(wait=False, cancel_futures=True)
-        if self._group is not None:
-            self._group.call("pool.close", dict.fromkeys(range(len(self._group)), ()))
-            self._group.close()
-            self._group = None
+        if group is not None:
+            group.call("pool.close", dict.fromkeys(range(len(group)), ()))
+            # a round that is collected ends now: it must not ask a cluster that is stopped
+            self._background.shutdown(wait=True)
+            group.close()
 
 
 RunScorer = RewardPool | RayScorer

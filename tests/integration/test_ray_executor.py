@@ -398,6 +398,36 @@ def _check_revival(remote: RayScorer, rollouts: list[Rollout], expected: list[An
     assert [(r.reward, r.breakdown, r.failure) for r in found] == expected
 
 
+def test_a_round_whose_pool_has_died_ends_when_the_pools_are_closed(cluster: None, tmp_path: Path) -> None:
+    """No pool is started again for it: the run, and the end of the process, wait for its answers."""
+    (tmp_path / "slow.py").write_text(
+        "import time\nfrom pathlib import Path\n\n\n"
+        "def slow(response):\n"
+        "    Path(__file__).with_name('seen').touch()\n"
+        "    time.sleep(60)\n"
+        "    return 1.0\n"
+    )
+    task = {"type": "grpo", "rewards": [f"{tmp_path / 'slow.py'}:slow"]}
+    specs = parse_tasks({"tasks": {"t": task}}, "this test")
+    config = ScoringConfig(num_workers=1)
+    pools = RayScorer(lambda _: RewardPool(dict(specs), config, seed=0, devices={}), num_pools=1)
+    pools.start()
+    pending = pools.begin_scoring()
+    pending.add(_rollouts(["a", "b"]))
+    pending.seal()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "seen").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (tmp_path / "seen").exists()
+    _kill(pools, 0)
+    pools.close()
+    deadline = time.monotonic() + 20
+    pending.wait(lambda: time.monotonic() > deadline)
+    assert pending.is_done(0)
+    with pytest.raises(EngineError, match="the Ray reward pools are closed"):
+        pending.results([0, 1])
+
+
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"multitask-rl\[ray\]"):
