@@ -24,7 +24,7 @@ from multitask_rl.data import load_rows, pools_by_column
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import fingerprint, held_out_warning
-from multitask_rl.errors import ConfigError, DataError, path_errors
+from multitask_rl.errors import ConfigError, DataError, path_errors, require_extra
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
     GUARDS,
@@ -155,6 +155,7 @@ def plan_run(
         ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
         PluginError: an unknown or broken plugin.
         DataError: missing or empty data, or a row without a column of its prompt.
+        MissingExtraError: adapters without ``peft``.
     """
     if not config.output_dir.strip():
         raise ConfigError(
@@ -181,6 +182,8 @@ def plan_run(
     validate_tasks(specs, need_data=dataloader is None)
     devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
     check_attention(config.model, devices.get("actor", ""))
+    if config.model.lora.rank:
+        require_extra("peft", "peft", "model.lora.rank > 0 needs peft")
     backend_class: type[TrainingBackend] = load_plugin(
         TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
-from multitask_rl.config.run import EvalConfig, RolloutConfig, RunConfig
+from multitask_rl.config.run import EvalConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.run.plan import plan_run, reach_warning, scale_warning, training_warnings
 from multitask_rl.step.task_state import build_algorithms
@@ -122,6 +123,15 @@ def test_a_guard_that_can_never_roll_back_is_told(every, reach, words) -> None:
     told = reach_warning(every, reach)
     assert words in told
     assert bool(told) == bool(words)
+
+
+def test_adapters_without_their_package_are_told_before_a_model_loads(tmp_path, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    task = {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+    model = ModelConfig(name_or_path="no/model", lora=LoraConfig(rank=2))
+    with pytest.raises(MissingExtraError, match=r"needs peft, which is not installed: pip install"):
+        plan_run(RunConfig(tasks={"t": task}, output_dir=str(tmp_path / "run"), model=model))
 
 
 @pytest.mark.parametrize("number", [0, 8])
