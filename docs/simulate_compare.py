@@ -85,6 +85,7 @@ def main() -> int:
     """Print a row per setting; 1 if one covers less than 93 % or more than 97 %, in whole percents."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=4000)
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256])
     options = parser.parse_args()
     sys.stdout.write(
         "| values | runs | by seed | prompts | sd of seeds | sd of prompts | covers |\n" + "|---" * 7 + "|\n"
@@ -95,7 +96,7 @@ def main() -> int:
     ]
     cases += [("binary", "one run", (1, 1)), ("continuous", "one run", (1, 1))]
     for index, ((kind, how, runs), n, seed, prompt) in enumerate(
-        itertools.product(cases, (64, 256), (0.0, 0.1, 0.5), (0.0, 0.5))
+        itertools.product(cases, options.prompts, (0.0, 0.1, 0.5), (0.0, 0.5))
     ):
         if how == "one run" and seed:
             continue  # the interval of one run is that of other prompts
