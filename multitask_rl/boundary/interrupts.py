@@ -58,7 +58,7 @@ def stopping_on_signals() -> Iterator[None]:
             raise
         raise Terminated(came) from error
     finally:
-        _waiting.show = None
+        _waiting.number, _waiting.show = None, None  # what has ended does not stop what comes next
         for number, handler in before.items():
             signal.signal(number, handler)
 

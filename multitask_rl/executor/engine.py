@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,7 @@ _LATE_S = 1.0
 """A share is not late before."""
 _UPDATE_S = 10.0
 """An update of weights that most replicas have done is late after so many seconds, at least."""
+_HOOK_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -149,6 +150,7 @@ class RayEngine(RolloutEngine):
         self._absent = set(range(ray.num_engines))
         """Replicas that are not ready, and not because they take weights."""
         number = min(ray.min_engines or ray.num_engines, ray.num_engines)
+        self._between_steps: Callable[[], None] = lambda: None
         self._group: ActorGroup | None = ActorGroup(
             "rollout replica",
             lambda index: EngineReplica(partial(build, index), beat_s),
@@ -201,6 +203,7 @@ class RayEngine(RolloutEngine):
                 for index, chosen in self._homes.deal(requests, sorted(self._ready)).items():
                     begin(index, [(i, j) for i in chosen for j in range(len(requests[i].seeds))])
             while unfinished and (calls or waiting):
+                self._between_steps()
                 waiting &= unfinished
                 idle = sorted(self._ready - given.keys())
                 for index, share in given.items():
@@ -220,7 +223,7 @@ class RayEngine(RolloutEngine):
                     self._wait_for(1)
                     continue
                 left = min((share.seconds_left(paces) for share in given.values()), default=math.inf)
-                found = self._next(calls, left if idle else math.inf)
+                found = self._next(calls, min(left, _HOOK_EVERY_S) if idle else _HOOK_EVERY_S)
                 if found is None:
                     continue
                 index, result, has_died = found
@@ -254,6 +257,11 @@ class RayEngine(RolloutEngine):
             if self._group is group:
                 for call in calls.values():
                     group.submit(call.index, "stop")
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        """See ``RolloutEngine``; ``hook`` is called when a replica answers, and every second at least."""
+        self._between_steps = hook
+        return True
 
     def _next(self, calls: dict[Any, ActorCall], within: float = math.inf) -> tuple[int, Any, bool] | None:
         """Return the first of ``calls`` as ``ActorGroup.first`` does; None if another thing happened first.

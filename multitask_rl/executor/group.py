@@ -316,6 +316,7 @@ class ActorGroup:
                     self._stop_cluster()
                     raise
         ActorGroup._num_groups += 1
+        self._is_closed = False
         self.name = name
         self._make: bytes = ray.cloudpickle.dumps(make)
         self._actors: list[Any] = [None] * size
@@ -467,12 +468,17 @@ class ActorGroup:
             raise EngineError(f"a Ray actor failed: {type(cause).__name__}: {cause}") from error
 
     def close(self) -> None:
-        """Kill the actors; the last group also stops a cluster that this process started."""
-        for index in range(len(self._actors)):
-            self.kill(index)
-        ActorGroup._num_groups -= 1
-        if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
-            self._stop_cluster()
+        """Kill the actors; the last group also stops a cluster that this process started. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            for index in range(len(self._actors)):
+                self.kill(index)
+        finally:
+            ActorGroup._num_groups -= 1
+            if ActorGroup._num_groups == 0 and ActorGroup._owns_cluster:
+                self._stop_cluster()
 
     @staticmethod
     def _start_cluster() -> None:

@@ -298,10 +298,12 @@ class RayScorer:
         group, self._group = self._group, None
         self._background.shutdown(wait=False, cancel_futures=True)
         if group is not None:
-            group.call("pool.close", dict.fromkeys(range(len(group)), ()))
-            # a round that is collected ends now: it must not ask a cluster that is stopped
-            self._background.shutdown(wait=True)
-            group.close()
+            try:
+                group.call("pool.close", dict.fromkeys(range(len(group)), ()))
+                # a round that is collected ends now: it must not ask a cluster that is stopped
+                self._background.shutdown(wait=True)
+            finally:  # also after Ctrl-C
+                group.close()
 
 
 RunScorer = RewardPool | RayScorer

@@ -315,7 +315,9 @@ class Trainer:
     def train_step(self) -> StepReport:
         """Make one step: sample, score, learn, update the scheduler. It evaluates nothing.
 
-        A checkpoint is saved only if sampling or scoring fails.
+        A checkpoint is saved only if sampling or scoring fails. After an error in learning the batch of the
+        step is lost, and some of its minibatches may have changed the weights: close the trainer and make a
+        new one, which goes on from the last checkpoint.
 
         Raises:
             TrainingError: the trainer is closed, or gradients stayed non-finite.

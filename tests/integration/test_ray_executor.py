@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -163,6 +165,39 @@ def _check_stream(remote: RayEngine, expected: Sequence[Sequence[Any]]) -> None:
     assert ids[0] == [generation.response_ids[:1] for generation in expected[0]]
 
 
+class _AtWork(HFEngine):
+    """Its first sample ends after 30 s."""
+
+    def call_between_steps(self, hook: Callable[[], None]) -> bool:
+        self.hook = hook
+        return True
+
+    def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
+        for _ in range(600):
+            time.sleep(0.05)
+            self.hook()
+        yield from super().generate_stream(requests)
+
+
+def test_a_stream_ends_without_waiting_for_a_sample(cluster: None, actor: Actor, tmp_path: Path) -> None:
+    """As for an overlapped run that ends: it drops the batch under way."""
+    remote = RayEngine(_AtWork, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=RayConfig())
+    began = math.inf
+
+    def end() -> None:
+        if time.monotonic() > began + 1.0:
+            raise ZeroDivisionError
+
+    try:
+        remote.call_between_steps(end)
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            remote.generate(REQUESTS)
+        assert time.monotonic() < began + 15.0
+    finally:
+        remote.close()
+
+
 class _Killing:
     """A monitor that cannot travel, kills a replica at its first look and objects to nothing."""
 
@@ -235,7 +270,9 @@ class LengthPool:
         return [Event(step=step, source="rewards", kind="warn", reason=str(self._index))]
 
     def close(self) -> None:
-        pass
+        if self._grave.name == "slow":
+            self._grave.touch()
+            time.sleep(30)
 
 
 def _rollouts(responses: Sequence[str]) -> list[Rollout]:
@@ -426,6 +463,25 @@ def test_a_round_whose_pool_has_died_ends_when_the_pools_are_closed(cluster: Non
     assert pending.is_done(0)
     with pytest.raises(EngineError, match="the Ray reward pools are closed"):
         pending.results([0, 1])
+
+
+def test_pools_end_when_their_close_is_interrupted(cluster: None, tmp_path: Path) -> None:
+    pools = RayScorer(partial(LengthPool, str(tmp_path / "slow")), num_pools=1)
+    pools.start()
+    actors = pools._group
+    assert actors is not None
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "slow").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        pools.close()
+    _, dead = actors.call("pool.take_counts", {0: ()})
+    assert dead == [0]
 
 
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,11 +248,13 @@ class RayRanks:
         """Stop the actors. An actor whose connection is closed ends by itself. Idempotent."""
         import ray
 
-        if self._group is not None:
-            if self._calls:
-                ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_WITHIN_S)
-            self._group.close()
-            self._group = None
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                if self._calls:
+                    ray.wait(self._calls, num_returns=len(self._calls), timeout=_END_WITHIN_S)
+            finally:  # also after Ctrl-C
+                group.close()
 
 
 class _RayRank:

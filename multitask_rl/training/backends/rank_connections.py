@@ -200,7 +200,7 @@ class RankConnections:
         def run() -> None:
             try:
                 meeting.set_result(make())
-            except RuntimeError as error:
+            except BaseException as error:  # noqa: BLE001 - raised below; without it the wait has no end
                 meeting.set_exception(error)
             self._inbox.put((0, "met", None, time.monotonic()))
 

@@ -470,14 +470,16 @@ class RankGroup(TrainingBackend):
     def close(self) -> None:
         """End the other ranks; a sharded actor gets its weights back, if none has failed. Idempotent."""
         actor = self.runner.actor
-        if actor.parts is self:
-            with contextlib.suppress(MultitaskRLError, RuntimeError):
-                weights = self.stream()
-                for name, parameter in self._emptied.items():
-                    parameter.data = weights[name]
-                actor.parts = None
-        self._connections.close()
-        self._undo.close()
+        try:
+            if actor.parts is self:
+                with contextlib.suppress(MultitaskRLError, RuntimeError):
+                    weights = self.stream()
+                    for name, parameter in self._emptied.items():
+                        parameter.data = weights[name]
+                    actor.parts = None
+        finally:  # Ctrl-C does not wait for the weights
+            self._connections.close()
+            self._undo.close()
 
 
 class SpreadEngine(WrappedEngine):

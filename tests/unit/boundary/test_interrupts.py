@@ -46,6 +46,12 @@ def test_what_must_be_finished_is_and_then_the_signal_counts():
     assert ended.value.exit_code == 128 + signal.SIGHUP
 
 
+def test_a_signal_that_found_nothing_left_to_stop_does_not_stop_the_next_run():
+    with stopping_on_signals():
+        update([], signal.SIGTERM)
+    check_interrupt()
+
+
 def test_what_is_finished_inside_of_something_else_does_not_end_that():
     done = []
     with stopping_on_signals():

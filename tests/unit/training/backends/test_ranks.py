@@ -32,6 +32,7 @@ from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.training.backends.context import cut_sequences
+from multitask_rl.training.backends.rank_connections import RankConnections
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import Setup
 from multitask_rl.training.backends.sharded import Shards
@@ -219,6 +220,15 @@ def test_a_rank_that_dies_while_all_meet_is_named_at_once():
     with pytest.raises(TrainingError, match="learner rank 1 was killed by SIGKILL during the start"):
         RankGroup(bench.main, bench.config, Dying, devices=[("cpu", "cpu")] * 2)
     assert time.monotonic() - began < 60  # the library's own limit is three minutes
+
+
+@pytest.mark.timeout(30)
+def test_any_error_of_this_process_while_all_meet_is_raised():
+    def fails():
+        raise OSError("no such address")
+
+    with pytest.raises(OSError, match="no such address"):
+        RankConnections(ForkedRank, 1, "127.0.0.1").meet(fails, "the start")
 
 
 def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():

@@ -24,12 +24,27 @@ from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.models.actor import read_weights
 from multitask_rl.training.backends.build import LocalRank
+from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.replica import register_outputs
 from multitask_rl.training.backends.sharded import Shards, check_shardable, forward_pass, shard_model
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.masters import Masters
 from multitask_rl.training.runner import ModelRunner
+
+
+class StoppedAtItsEnd(RankGroup):
+    """Ctrl-C comes when the ranks give the weights back."""
+
+    def stream(self, without=()):
+        raise KeyboardInterrupt
+
+
+def test_ranks_end_when_their_close_is_interrupted():
+    group = RanksBench(num_ranks=2, sharded=True, group=StoppedAtItsEnd)
+    with pytest.raises(KeyboardInterrupt):
+        group.backend.close()
+    assert all(helper.ended() for helper in group.helpers)
 
 
 def test_parts_of_the_weights_learn_what_whole_ones_learn(tmp_path):
