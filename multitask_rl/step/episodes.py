@@ -278,8 +278,8 @@ class Episodes:
             if hidden := [name for name in names if name not in conversation.text]:
                 task.warnings.append(
                     f"the prompt does not name {', '.join(hidden)}: the model's chat template shows no "
-                    "tools, or there is none. Say in `prompt` or `system` what the tools are and how a call is "
-                    "written, or use a model whose template shows them"
+                    "tools, or there is none. Say in `prompt` or `system` what the tools are and how a call "
+                    "is written, or use a model whose template shows them"
                 )
         key = slot.group_id, conversation.text
         if key not in self._prompts:
