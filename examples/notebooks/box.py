@@ -7,7 +7,7 @@ class Box:
     def reset(self, **row):
         """Begin an episode on a row of the data; the text is appended to the prompt."""
         self.looks = 0
-        return " What is in it?"
+        return " What is in it? You may look."
 
     def look(self) -> str:
         """Look into the box."""

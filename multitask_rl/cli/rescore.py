@@ -88,16 +88,16 @@ def main(arguments: list[str]) -> int:
     """Score again, print means and agreement per task and reward, and write the new records if asked."""
     options = _parser().parse_args(arguments)
     check_output_file("--output", options.output)
-    record = options.run / RECORD
-    loaded = load_yaml(record)[0] if record.is_file() else {}
-    config: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
-    specs = load_tasks(options.tasks) if options.tasks else _recorded_tasks(record, config)
     path = options.run / "rollouts.jsonl"
     if not path.is_file():
         raise ConfigError(
             f"{path} does not exist: the run stored no rollouts (tracking.trackers without jsonl, or "
             f"tracking.store_rollouts=0), or {str(path.parent)!r} is no output directory of a run"
         )
+    record = options.run / RECORD
+    loaded = load_yaml(record)[0] if record.is_file() else {}
+    config: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
+    specs = load_tasks(options.tasks) if options.tasks else _recorded_tasks(record, config)
     # attempts that a constraint rejected have no scores
     names = former_names(config)
     lines = [

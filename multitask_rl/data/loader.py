@@ -127,7 +127,10 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
             splits = {"": [{"prompt": row} if isinstance(row, str) else row for row in data]}
             wrong = [i for i, row in enumerate(splits[""]) if not isinstance(row, Mapping)]
             if wrong:
-                raise DataError(f"{where}[{wrong[0]}]: expected a row (a mapping) or a prompt (a text)")
+                raise DataError(
+                    f"{where}[{wrong[0]}]: expected a row (a mapping) or a prompt (a text); a conversation "
+                    "is a row with a list of messages: {'prompt': [{'role': 'user', 'content': ...}]}"
+                )
     if not any(len(rows) for rows in splits.values()):
         raise DataError(f"{where}: no rows; a run needs at least one")
     return splits

@@ -261,7 +261,7 @@ class Actor:
         if self.config.lora.rank > 0:
             load_adapters(self.model, directory, read_weights(directory), self._base)
         else:
-            weights = fit_weights(self.model, read_weights(directory), at_least=self._own_rows)
+            weights = fit_weights(self.model, read_weights(directory, self.model), at_least=self._own_rows)
             copy_weights(self.model, weights, self.parts)
 
 
@@ -346,23 +346,24 @@ def copy_weights(
             "run in another output_dir"
         )
     own = model.state_dict()
-    tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    tied = set(model.all_tied_weights_keys)
     wrong = [
         name
         for name, value in own.items()
         if (weights[name].shape != value.shape if name in weights else name not in tied)
     ]
+    wrong += [name for name in weights if name not in own and name not in tied]
     if wrong:
         raise CheckpointError(
-            f"the checkpoint belongs to another model: {len(wrong)} weights are missing or differ in shape, "
-            f"the first is {wrong[0]!r}"
+            f"the checkpoint belongs to another model: {len(wrong)} weights differ in shape or are in "
+            f"one of the two only, the first is {wrong[0]!r}"
         )
     if parts is not None:
         parts.load(weights)
         return
     with torch.no_grad():
         for name, value in weights.items():
-            if name in own:
+            if name in own:  # a tied weight may have one name only
                 own[name].copy_(value)
 
 
@@ -391,11 +392,23 @@ def save_in_files(model: PreTrainedModel, weights: WeightStream, directory: Path
         (directory / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def read_weights(directory: Path) -> dict[str, Tensor]:
-    """Return all tensors of the safetensors files of a model directory."""
+def read_weights(directory: Path, model: PreTrainedModel | None = None) -> dict[str, Tensor]:
+    """Return all tensors of the safetensors files of a model directory.
+
+    They have the names of the files or, if ``model`` can load all of them, those that its class gives them:
+    ``transformers`` saves some weights under other names (the head of GPT-NeoX) or in parts (experts).
+    """
     from safetensors.torch import load_file
 
-    return {k: v for file in sorted(directory.glob("*.safetensors")) for k, v in load_file(file).items()}
+    files = sorted(directory.glob("*.safetensors"))
+    weights = {name: value for file in files for name, value in load_file(file).items()}
+    is_model = model is not None and (directory / "config.json").is_file()  # else adapters
+    if model is None or not is_model or weights.keys() <= model.state_dict().keys():
+        return weights
+    loaded, problems = type(model).from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    return weights if any(problems.values()) else dict(loaded.state_dict())
 
 
 def default_device(device: str = "") -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import io
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import SHORT_FORMS
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.errors import ConfigError, PluginError, path_errors
+from multitask_rl.scoring.shapes import FOREIGN_PARAMETERS, foreign_parameter
 
 _LOADER = '''"""Written by multitask_rl: {name!r} was given from Python as an object."""
 
@@ -128,6 +130,8 @@ def _plain_plugin(item: Any, directory: Path) -> Any:
 def plugin_reference(value: Any, directory: Path) -> str:
     """Return how a tasks file names ``value``: a reward or constraint function, class or instance.
 
+    A function with the parameters of TRL or verl gets the prefix under which it is called as there.
+
     What an imported module holds is named ``module:name``. What was defined in a script, a notebook or a
     function is pickled by value (``cloudpickle``) into ``directory``, beside a file that loads it, so that
     worker processes, Ray actors and later commands on the run find it.
@@ -147,8 +151,9 @@ def plugin_reference(value: Any, directory: Path) -> str:
     found: Any = None if is_script else module
     for part in name.split("."):
         found = getattr(found, part, None)
+    prefix = _foreign_prefix(value)
     if found is value:
-        return f"{value.__module__}:{name}"
+        return f"{prefix}{value.__module__}:{name}"
     label = getattr(value, "__name__", "") or type(value).__name__
     if not label.isidentifier():
         label = "reward"  # <lambda>
@@ -170,7 +175,16 @@ def plugin_reference(value: Any, directory: Path) -> str:
         if not file.exists():  # workers of another run may read it
             file.with_suffix(".pkl").write_bytes(content)
             file.write_text(_LOADER.format(name=label), encoding="utf-8")
-    return f"{file.resolve()}:{label}"
+    return f"{prefix}{file.resolve()}:{label}"
+
+
+def _foreign_prefix(value: Any) -> str:
+    if isinstance(value, type) or not callable(value):
+        return ""
+    try:
+        return FOREIGN_PARAMETERS.get(foreign_parameter(inspect.signature(value).parameters), "")
+    except (TypeError, ValueError):  # no signature to read; the reward itself says so
+        return ""
 
 
 class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]

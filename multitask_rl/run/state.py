@@ -222,7 +222,7 @@ class RunState:
             return
         if not tensors and self._reference_dir.is_dir():
             # the checkpoint's reference was fixed: what has moved since follows weights that are undone
-            tensors = read_weights(self._reference_dir)
+            tensors = read_weights(self._reference_dir, runner.reference)
         runner.average.load_tensors(_fit(tensors, {"": runner.reference}))
 
 

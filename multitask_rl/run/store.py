@@ -181,7 +181,7 @@ class RunStore:
                     f"{known} back from elsewhere; or delete it, then it is made anew from "
                     "model.name_or_path"
                 ) from error
-            copy_weights(reference, fit_weights(reference, read_weights(known)))
+            copy_weights(reference, fit_weights(reference, read_weights(known, reference)))
         elif self._found is not None and actor.policy_version:
             if follows and any(name.startswith("reference/") for name in self._found.tensors):
                 return reference

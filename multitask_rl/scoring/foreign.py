@@ -8,7 +8,7 @@ Each becomes a class with ``Config`` whose instances are rewards like any other.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -112,7 +112,10 @@ class TrlReward(ForeignReward):
         arguments["log_extra"] = arguments["log_metric"] = lambda *_args, **_keywords: None
         arguments |= self.config.arguments
         accepted = {k: v for k, v in arguments.items() if self._takes_all or k in self._names}
-        return list(self._loop.value_of(self.function(**accepted)))
+        values = self._loop.value_of(self.function(**accepted))
+        if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise TypeError(f"a reward function of TRL returns a list, got {type(values).__name__}")
+        return list(values)
 
 
 class VerlReward(ForeignReward):

@@ -287,7 +287,7 @@ class RewardPool:
         applicable = [weight * value for weight, value in terms if not math.isnan(value)]
         if weighted and not applicable and failure is None:
             names = ", ".join(plugin.name for plugin in weighted)
-            message = f"none of the task's rewards applies to the sample ({names})"
+            message = f"none of the task's rewards applies to the sample: {names} returned None"
             failure = Failure(kind=FailureKind.data, message=message, source=rollout.task)
         reward = math.fsum(applicable) if failure is None else None
         return Scored(rollout=rollout, reward=reward, breakdown=breakdown, terms=terms, failure=failure)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -35,7 +35,16 @@ _PLURALS = {
 }
 """Last words in the name of a parameter that takes all responses; another does if annotated as a list."""
 _LISTS = ("list", "List", "Sequence", "Iterable")
-_FOREIGN_HINTS = {"completions": "trl:", "solution_str": "verl:"}
+FOREIGN_PARAMETERS = {"completions": "trl:", "solution_str": "verl:"}
+"""Parameters of the reward functions of other libraries, and the prefix that calls such a function."""
+
+
+def foreign_parameter(names: Collection[str]) -> str:
+    """Return which of a function's parameters says that it is of another library; empty = none.
+
+    TRL gives more keywords than ``completions``: a function with no other parameter is not of TRL.
+    """
+    return next((n for n in FOREIGN_PARAMETERS if n in names and (len(names) > 1 or n != "completions")), "")
 
 
 def with_traits(**traits: Any) -> Callable[[F], F]:
@@ -93,13 +102,11 @@ class FunctionPlugin:
             raise PluginError(f"{what}: its signature cannot be read ({error}); wrap it in a def") from error
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         names = self._names = [p.name for p in named]
-        for name, prefix in _FOREIGN_HINTS.items():
-            # TRL calls with more keywords than completions: a function of them alone is no function of TRL's
-            if name in names and (len(parameters) > 1 or name != "completions"):
-                raise PluginError(
-                    f"{what}: the parameter {name!r} belongs to another library's reward functions; write "
-                    f"the plugin as '{prefix}{reference}' and it is used unchanged"
-                )
+        if foreign := foreign_parameter([p.name for p in parameters]):
+            raise PluginError(
+                f"{what}: the parameter {foreign!r} belongs to another library's reward functions; write "
+                f"the plugin as '{FOREIGN_PARAMETERS[foreign]}{reference}' and it is used unchanged"
+            )
         # without a parameter of that name, the response is the first that nothing else fills
         first = next((p for p in named if p.name not in {"prompt", "prompts", *config}), None)
         takes_first = not {"response", "responses", "rollout", "rollouts"} & set(names)

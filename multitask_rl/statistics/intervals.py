@@ -74,7 +74,9 @@ def summarise(
             by_prompt.setdefault(owner, []).append(value)
     found = [value for own in by_prompt.values() for value in own]
     n, units = len(found), len(by_prompt)
-    mean, error = math.fsum(found) / n if n else math.nan, math.nan
+    # rounding may put the mean of equal values beside them, which is no spread
+    mean = min(max(math.fsum(found) / n, min(found)), max(found)) if n else math.nan
+    error = math.nan
     if units > 1:
         excess = math.fsum(math.fsum(value - mean for value in own) ** 2 for own in by_prompt.values())
         error = math.sqrt(excess * units / (units - 1)) / n

@@ -272,6 +272,15 @@ class Episodes:
                 f"{limit * MOST_CHARACTERS} characters, more than {limit} tokens; make it shorter"
             )
         conversation = self._conversation(episode, opening)
+        if opening.tools and not task.told_of_tools:
+            task.told_of_tools = True
+            names = [str(tool.get("function", {}).get("name", "")) for tool in opening.tools]
+            if hidden := [name for name in names if name not in conversation.text]:
+                task.warnings.append(
+                    f"the prompt does not name {', '.join(hidden)}: the model's chat template shows no "
+                    "tools, or there is none. Say in `prompt` or `system` what the tools are and how a call "
+                    "is written, or use a model whose template shows them"
+                )
         key = slot.group_id, conversation.text
         if key not in self._prompts:
             ids = task.algorithm.condition(conversation.prompt_ids, evaluation=self._evaluation)

@@ -154,9 +154,9 @@ class StepReport:
     step: int
     quotas: Mapping[str, int]
     """Prompts asked for, by task."""
-    drawn: Sequence[Scored]
+    drawn: Sequence[Scored] = field(repr=False)
     """Every record of the step, refills included."""
-    kept: Sequence[Scored]
+    kept: Sequence[Scored] = field(repr=False)
     """Those that were trained on."""
     train: dict[str, float] = field(default_factory=dict)
     """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""

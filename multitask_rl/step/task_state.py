@@ -76,6 +76,8 @@ class TaskState:
     """``definitions`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
     """Of the step; they become events."""
+    told_of_tools: bool = False
+    """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
 

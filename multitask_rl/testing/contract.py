@@ -217,7 +217,14 @@ def _findings(
         return "" if pickle.loads(pickle.dumps(results)) == results else "pickling changes them"
 
     is_deterministic = grader.traits.deterministic
-    errors = {r.message for r in results if isinstance(r, Failure) and r.kind is FailureKind.grader}
+    errors: dict[str, list[str]] = {}
+    for name, result in zip([*NON_ANSWERS, "prompt echo"], results, strict=True):
+        if isinstance(result, Failure) and result.kind is FailureKind.grader:
+            errors.setdefault(result.message, []).append(name)
+    broken = (
+        f"{message}, for: {'all' if len(names) == len(results) else ', '.join(names)}"
+        for message, names in sorted(errors.items())
+    )
     unread = [r.message for r in results if isinstance(r, Failure) and r.kind is FailureKind.data]
     is_called = len(unread) < len(results)
     told = "" if is_called else f"{unread[0]}; give a row that has it: --row '{{...}}', or row=..."
@@ -225,7 +232,7 @@ def _findings(
     alone = "a response's result does not depend on its batch"
     findings = [
         Finding("is called: the row has the columns that it reads", is_called, told),
-        Finding("hostile responses are graded without an error", not errors, "; ".join(sorted(errors))),
+        Finding("hostile responses are graded without an error", not errors, "; ".join(broken)),
         Finding("within its time limit", seconds <= limit, f"{per_response:.2f} ms per response"),
         run_check(alone, lambda: same([grader.grade([rollout])[0] for rollout in rollouts]))
         if is_deterministic

@@ -78,8 +78,10 @@ def without_question(response: str, rollout: Rollout) -> str:
 
 
 def value_of(row: Mapping[str, Any], column: str, source: str) -> Any | Failure:
-    """Return ``row[column]``, or a typed failure that names the row's columns."""
+    """Return ``row[column]``, or a typed failure that says whether it is null or which columns there are."""
     value = row.get(column)
+    if value is None and column in row:
+        return data_failure(f"the row's {column!r} is empty (null)", source)
     if value is None:
         present = ", ".join(sorted(map(str, row))) or "none"
         return data_failure(f"row has no {column!r}; its columns: {present}", source)

@@ -273,6 +273,11 @@ def test_tools_are_called_and_the_reward_has_components(constrained):
     assert {row["reward"] for row in rows} == {0.5}
     assert rows[0]["breakdown"]["environment"]["components"] == {"calls": 0.0, "always": 0.5}
     assert rows[0]["prompt"].endswith(" (count)")
+    events = [json.loads(line) for line in (constrained / "events.jsonl").read_text().splitlines()]
+    [told] = [event["reason"] for event in events if "shows no tools" in event["reason"]]
+    assert told.startswith("the prompt does not name add: the model's chat template shows no tools"), (
+        "the actor cannot know them"
+    )
 
 
 @pytest.mark.parametrize("mode", ["reject", "penalty", "lagrangian"])

@@ -293,7 +293,7 @@ MISTAKES = {
     "no return": (
         TRAIN,
         reward("def score(response):\n    response.strip()\n"),
-        ["task 'copy'", "none of the task's rewards applies", "mend the plugin"],
+        ["task 'copy'", "none of the task's rewards applies", "score returned None", "mend the plugin"],
     ),
     # the model
     "no model": (

@@ -15,8 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
+from multitask_rl.models.actor import Actor
 from multitask_rl.models.weights import WeightStream
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
@@ -57,6 +60,22 @@ def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM
     engine.close()
     with pytest.raises(EngineError, match="closed"):
         engine.generate([GenerationRequest(prompt_ids=[3], sampling=SamplingParams(), seeds=[0])])
+
+
+def test_an_engine_that_reloads_a_model_wrongly_is_refused(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=len(small_tokenizer()),
+        **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4},
+        **{"num_experts_per_tok": 2, "initializer_range": 0.15, "eos_token_id": EOS, "pad_token_id": 0},
+        max_position_embeddings=128,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        actor = Actor(Qwen3MoeForCausalLM(config), small_tokenizer(), ModelConfig())
+    memory = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
+    with pytest.raises(EngineError, match=r"after vLLM reloads .* differ by .*rollout\.engine=hf"):
+        VLLMEngine.build(actor, RolloutConfig(engine_config=memory), seed=0, output_dir=tmp_path)
 
 
 def test_vllm_engine_keeps_the_contract(engine: VLLMEngine, tied: Any) -> None:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from multitask_rl.config.run import RolloutConfig
     from multitask_rl.models.actor import Actor
 
+_MOST_RELOADED = 0.02
+"""Nats by which log-probabilities may differ after a reload of the same weights: rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Row:
@@ -114,7 +117,12 @@ class VLLMEngine(RolloutEngine):
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> VLLMEngine:
-        """Return an engine that starts from ``actor``, saved to ``<output_dir>/vllm_start``."""
+        """Return an engine that starts from ``actor``, saved to ``<output_dir>/vllm_start``.
+
+        Raises:
+            ConfigError: vLLM cannot scale positions as the actor does.
+            EngineError: vLLM samples another policy after a reload of the same weights.
+        """
         rope = getattr(actor.model.config.get_text_config(), "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
             raise ConfigError(
@@ -124,7 +132,17 @@ class VLLMEngine(RolloutEngine):
             )
         directory = actor.save_for_engine(output_dir / "vllm_start")
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
+        began = engine._loader.probe()
         engine.update_weights(actor.state_dict(), actor.policy_version)
+        if actor.engine_start is None:  # else it began with older weights
+            difference = max(abs(a - b) for a, b in zip(began, engine._loader.probe(), strict=True))
+            if not difference <= _MOST_RELOADED:
+                engine.close()
+                raise EngineError(
+                    f"after vLLM reloads the weights that it began with, log-probabilities of "
+                    f"{type(actor.model).__name__} differ by {difference:.2g} nats: it would not sample the "
+                    "policy that is trained. Set rollout.engine=hf"
+                )
         return engine
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:

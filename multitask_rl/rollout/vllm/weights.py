@@ -29,7 +29,7 @@ class WeightLoader:
 
     def __init__(self, llm: Any, probe: Callable[[], list[float]], *, num_elsewhere: int) -> None:
         self._llm = llm
-        self._probe = probe
+        self.probe = probe
         self._shared = SharedWeights(num_elsewhere) if num_elsewhere else None
         self._planned: frozenset[str] | None = None
         self._may_record = self._may_doubt = True
@@ -39,12 +39,12 @@ class WeightLoader:
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Use ``weights`` from now on; cached prefixes of the old weights are dropped."""
         if self._planned is not None and weights.keys() == self._planned:
-            before = None if self.is_proven else self._probe()
+            before = None if self.is_proven else self.probe()
             self._bring("copy", weights)
             if before is not None:
-                planned = self._probe()
+                planned = self.probe()
                 self._bring("reload", weights)
-                reloaded = self._probe()
+                reloaded = self.probe()
                 if not all(abs(a - b) <= 1e-3 for a, b in zip(planned, reloaded, strict=True)):
                     self._planned = None
                     logger.warning("vLLM reloads its weights at every update: copies give other weights")

@@ -57,7 +57,9 @@ def test_steps_by_hand_and_stages_of_a_run_that_is_opened(tmp_path: Path) -> Non
         tokenizer=build_tokenizer(),
         reward_fn=digits,
     )
-    assert [updater.update().step for _ in range(2)] == [0, 1]
+    reports = [updater.update() for _ in range(2)]
+    assert [report.step for report in reports] == [0, 1]
+    assert len(repr(reports[0])) < 2000, "a cell of a notebook shows it"
     assert updater.trainer.config.rollout.max_staleness == 1
     updater.close()
     with pytest.raises(ConfigError, match="engine must be 'hybrid' or 'vllm'"):

@@ -521,10 +521,14 @@ def test_rescore_finds_what_a_changed_reward_says_of_stored_answers(
 def test_rescore_of_a_directory_without_rollouts_is_told(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for arguments in ([], ["--tasks", "tasks.yaml"]):
+        assert main(["rescore", "nowhere", *arguments]) == 2
+        assert "nowhere/rollouts.jsonl does not exist: the run stored no rollouts" in capsys.readouterr().err
+    (here / "rollouts.jsonl").write_text("")
     assert main(["rescore", "."]) == 2
-    assert "--tasks" in capsys.readouterr().err
-    assert main(["rescore", ".", "--tasks", "tasks.yaml"]) == 2
-    assert "stored no rollouts" in capsys.readouterr().err
+    assert "config.yaml with the run's tasks is missing; give a tasks file with --tasks" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

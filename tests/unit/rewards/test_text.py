@@ -8,12 +8,18 @@ import pytest
 from multitask_rl.records import Score
 from multitask_rl_rewards import text
 from multitask_rl_rewards.ifeval import IFEval
-from multitask_rl_rewards.text import answer_of, strip_thinking
+from multitask_rl_rewards.text import answer_of, strip_thinking, value_of
 from reward_builders import rollout
 
 
 def test_examples_in_docstrings_hold():
     assert doctest.testmod(text).failed == 0
+
+
+def test_an_empty_cell_is_told_from_a_missing_column():
+    empty, missing = (value_of(row, "gold", "judge") for row in ({"gold": None}, {"text": "x"}))
+    assert empty.message == "the row's 'gold' is empty (null)"
+    assert missing.message == "row has no 'gold'; its columns: text"
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,12 @@ import datasets
 import pytest
 
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.task import RewardSpec
 from multitask_rl.errors import ConfigError, DataError, PluginError
 from multitask_rl.plugins import REWARDS, load_plugin
 from multitask_rl.run.objects import name_objects, plugin_reference
+from multitask_rl.scoring.adapt import resolve_reward
+from multitask_rl.testing import make_rollout
 
 LOCK = threading.Lock()
 ROWS = [{"prompt": f"{i}", "reference": "x"} for i in range(6)]
@@ -47,6 +50,22 @@ def test_functions_are_named_and_what_no_worker_can_import_is_pickled(tmp_path: 
         plugin_reference(lambda response, lock=LOCK: 0.0, tmp_path)
     with pytest.raises(PluginError, match="a reward or constraint is a name, a function"):
         plugin_reference(3, tmp_path)
+
+
+def test_functions_of_trl_and_verl_are_called_as_these_libraries_call_them(tmp_path: Path) -> None:
+    def right(prompts, completions, answer, **kwargs):
+        return [float(c[0]["content"] == a) for c, a in zip(completions, answer, strict=True)]
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        return float(solution_str == ground_truth)
+
+    given = {"t": {"dataset": ROWS, "rewards": [right, compute_score]}}
+    config, _ = name_objects(RunConfig(output_dir=str(tmp_path)), given, None)
+    row = {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+    for reference, name in zip(config.tasks["t"]["rewards"], ("right", "compute_score"), strict=True):
+        reward = resolve_reward(RewardSpec(plugin=reference), "t")
+        assert reference.endswith(f":{name}")
+        assert reward.score([make_rollout("4", row=row), make_rollout("5", row=row)]) == [1.0, 0.0]
 
 
 SCRIPT = """
@@ -102,5 +121,8 @@ def test_rows_and_splits_that_cannot_be_used_are_refused() -> None:
         name_objects(RunConfig(), {"t": {"dataset": ROWS, "eval_dataset": both, "rewards": ["f1"]}}, None)
     with pytest.raises(ConfigError, match="every task of a list is a mapping with a 'name'"):
         name_objects(RunConfig(), [{"rewards": ["f1"]}], None)
+    talk = [[{"role": "user", "content": "hi"}]]
+    with pytest.raises(DataError, match=r"\[0\]: expected .* conversation .* \{'prompt': \[\{'role'"):
+        name_objects(RunConfig(), {"t": {"dataset": talk, "rewards": ["f1"]}}, None)
     with pytest.raises(DataError, match="no rows"):
         name_objects(RunConfig(), {"t": {"dataset": [], "rewards": ["f1"]}}, None)

@@ -271,6 +271,14 @@ def test_trl_functions_run_unchanged() -> None:
     assert values(f"trl:{file}:no_kwargs", [make_rollout("4", row=rows[0])]) == [1.0]
 
 
+def test_a_function_of_trl_without_a_return_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "trl_rewards.py"
+    file.write_text("def f(completions, **kwargs):\n    [1.0 for c in completions]\n")
+    reward = resolve_reward(RewardSpec(plugin=f"trl:{file}:f"), "here")
+    with pytest.raises(TypeError, match="a reward function of TRL returns a list, got NoneType"):
+        reward.score([make_rollout("4", row={})])
+
+
 def test_verl_functions_run_unchanged() -> None:
     file = FOREIGN / "verl_rewards.py"
     row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 3}}

@@ -330,3 +330,8 @@ def test_of_rewards_that_exclude_each_other_the_one_that_applies_is_what_can_be_
         trace.observe(replace(stats, reward_range=known), "reward_score", 0.1)
         levels.append(TaskTrace.from_state(json.loads(json.dumps(asdict(trace))), (0.0, 2.0)).level)
     assert levels == [1.0, 0.5]
+
+
+def test_equal_values_have_exactly_their_mean_and_no_error():
+    found = summarise([0.1, 0.1, 0.1])
+    assert (found.mean, found.error) == (0.1, 0.0)

@@ -95,6 +95,9 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
     assert "FAIL  hostile responses are graded without an error: returned 'x', not a number" in (
         capsys.readouterr().out
     )
+    broken.write_text("def f(response): return 1 / len(response.strip())\n")
+    assert main(["check", f"{broken}:f"]) == 1
+    assert "ZeroDivisionError: division by zero (broken.py:1), for: empty, blank" in capsys.readouterr().out
     broken.write_text("def f(response, word): return 1 / 0\n")
     assert main(["check", f"{broken}:f"]) == 1, "a reward that was never called has shown nothing"
     shown = capsys.readouterr().out

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, MixtralConfig, Qwen3MoeConfig
 
 from model_builders import build_actor, build_tokenizer
 from multitask_rl.algorithms.kl import KLController
@@ -131,6 +132,37 @@ def test_a_base_model_that_differs_by_rounding_is_the_same_one(tmp_path) -> None
     resumed.load_weights(tmp_path)
     expected = saved.model.state_dict()
     assert all(torch.equal(expected[name], value) for name, value in resumed.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTNeoXConfig(tie_word_embeddings=False),
+        MixtralConfig(num_local_experts=4, num_key_value_heads=2),
+        Qwen3MoeConfig(num_experts=4, moe_intermediate_size=16, head_dim=8, num_key_value_heads=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_weights_that_are_saved_under_other_names_come_back(config, tmp_path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config.update({"vocab_size": 48, "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, **sizes})
+    saved, resumed = (
+        Actor(AutoModelForCausalLM.from_config(config), build_tokenizer(), ModelConfig()) for _ in range(2)
+    )
+    saved.save(tmp_path)
+    drawn = torch.get_rng_state()
+    resumed.load_weights(tmp_path)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    own = resumed.model.state_dict()
+    assert not [name for name, value in saved.model.state_dict().items() if not torch.equal(own[name], value)]
+
+
+def test_a_checkpoint_with_weights_that_the_model_lacks_is_refused(tmp_path) -> None:
+    build_actor().save(tmp_path)
+    shallow = build_actor()
+    del shallow.model.model.layers[1]
+    with pytest.raises(CheckpointError, match=r"another model: 12 weights .* first is 'model\.layers\.1\."):
+        shallow.load_weights(tmp_path)
 
 
 def test_rows_of_another_vocabulary_are_not_taken_for_control_tokens(tmp_path) -> None:
