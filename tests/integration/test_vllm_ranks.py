@@ -34,7 +34,7 @@ def test_two_ranks_give_what_one_gives_and_take_every_update(tmp_path: Path) -> 
     model, tokenizer = small_model(tie=True), small_tokenizer()
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    threads = torch.get_num_threads()
+    threads, shared = torch.get_num_threads(), set(Path("/dev/shm").glob("vllm_dist_*"))
     engine = VLLMEngine(
         tmp_path, config={"kv_cache_memory_bytes": 32 * 2**20, "tensor_parallel_size": 2}, seed=0
     )
@@ -74,6 +74,7 @@ def test_two_ranks_give_what_one_gives_and_take_every_update(tmp_path: Path) -> 
     while _ranks() and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not _ranks()
+    assert set(Path("/dev/shm").glob("vllm_dist_*")) <= shared, "a killed rank leaves no memory behind"
 
 
 def _ranks() -> list[multiprocessing.process.BaseProcess]:

@@ -121,6 +121,7 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
             )
             if on_cpu and num_workers_elsewhere(config):
                 llm.collective_rpc("stay_eager")
+                llm.collective_rpc("unlink_memory")
             # this process's ends of the queues to and from the ranks
             core = getattr(llm.llm_engine.engine_core, "engine_core", None)
             executor = getattr(core, "model_executor", None)

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from math import prod
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,11 @@ class WeightReceiver:
     def stay_eager(self) -> None:
         """Disable ``torch.compile`` in this process: one kernel would take up to 14 s."""
         torch.compiler.set_stance("force_eager")
+
+    def unlink_memory(self) -> None:
+        """Remove the names of the memory that vLLM's CPU ranks share: a killed rank would leave it."""
+        for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
+            path.unlink(missing_ok=True)  # all ranks have mapped it
 
     def take_weights(self, how: str, weights: Mapping[str, Tensor] | Parcel) -> str:
         """Load ``weights``.
