@@ -477,9 +477,13 @@ def test_pools_end_when_their_close_is_interrupted(cluster: None, tmp_path: Path
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
-    with pytest.raises(KeyboardInterrupt):
-        pools.close()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        threading.Thread(target=interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            pools.close()
+    finally:
+        signal.signal(signal.SIGINT, before)
     _, dead = actors.call("pool.take_counts", {0: ()})
     assert dead == [0]
 
