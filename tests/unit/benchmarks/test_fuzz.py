@@ -184,14 +184,15 @@ def test_a_case_is_the_same_for_the_same_seed() -> None:
 def test_the_pool_notices_what_hangs_dies_and_eats_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fuzzing.pool.HANG_S", 3.0)  # of the processor: filling memory takes some, too
+    monkeypatch.setattr("fuzzing.pool.HANG_S", 3.0)
     assert outcome(tmp_path).verdict == "valid"  # what is imported once is imported before the fork
     resident = resident_mib()
     monkeypatch.setattr("fuzzing.pool.MEMORY_MIB", resident + 100)
     codes = [
         "while True: pass",
         "import os; os._exit(3)",
-        f"x = bytearray(b'a') * ({resident + 200} << 20)",
+        # no more than it takes: filling all that the suite holds could take longer than a hang may
+        f"import test_fuzz; x = bytearray(b'a') * ({resident + 200} - test_fuzz.resident_mib() << 20)",
         "",
     ]
     cases = [
