@@ -1,6 +1,7 @@
 """Signals that end a run: SIGINT, SIGTERM and SIGHUP raise an exception, and the run saves its state.
 
-The update in progress is finished first. A second signal does not wait.
+The update in progress is finished first, and what lies between two stages of a run. A second signal does not
+wait.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Waiting:
+    is_handling = False
+    """A block of ``stopping_on_signals`` is open."""
     depth = 0
     """Number of open ``finishing`` blocks."""
+    is_between: bool = False
+    """A block of ``between_stages`` is open, and inside of it none of ``interruptible``."""
     number: int | None = None
-    """The signal that came in one of them."""
+    """The signal that came in one of these blocks."""
     is_told = False
     """A signal was answered."""
     raised: Any = None
@@ -40,13 +45,17 @@ _waiting = _Waiting()
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the block; ignored signals stay ignored."""
-    if threading.current_thread() is not threading.main_thread():
+    """Let SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the block; ignored signals stay ignored.
+
+    Inside of another such block, and in other threads than the main one, it changes nothing.
+    """
+    if threading.current_thread() is not threading.main_thread() or _waiting.is_handling:
         yield
         return
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     _waiting.number, _waiting.is_told, _waiting.show, _waiting.raised = None, False, None, None
+    _waiting.is_handling = True
     try:
         for number in before:
             signal.signal(number, _handle)
@@ -58,6 +67,7 @@ def stopping_on_signals() -> Iterator[None]:
             raise
         raise Terminated(came) from error
     finally:
+        _waiting.is_handling = False
         _waiting.number, _waiting.show = None, None  # what has ended does not stop what comes next
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -81,22 +91,45 @@ def finishing() -> Iterator[None]:
         _waiting.depth -= 1
 
 
+@contextlib.contextmanager
+def between_stages() -> Iterator[None]:
+    """Delay a signal to the next block of ``interruptible``, which saves what was learned."""
+    _waiting.is_between = True
+    try:
+        yield
+    finally:
+        _waiting.is_between = False
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Let a signal raise, also one that waits, inside of ``between_stages``."""
+    is_between, _waiting.is_between = _waiting.is_between, False
+    try:
+        check_interrupt()
+        yield
+    finally:
+        _waiting.is_between = is_between
+
+
 def is_interrupted() -> bool:
-    """Return whether a signal waits for the end of a block of ``finishing``."""
+    """Return whether a signal waits for the end of a block."""
     return _waiting.number is not None
 
 
 def check_interrupt() -> None:
-    """Raise ``Terminated`` if a signal came during a block of ``finishing``; not inside of another one."""
-    if _waiting.depth or _waiting.number is None:
+    """Raise ``Terminated`` for a signal that waits; not inside of a block that delays it."""
+    if _waiting.depth or _waiting.is_between or _waiting.number is None:
         return
-    number, _waiting.number = _waiting.number, None
-    raise Terminated(number)
+    _waiting.raised, _waiting.number = _waiting.number, None
+    raise Terminated(_waiting.raised)
 
 
 def _handle(number: int, _frame: FrameType | None) -> None:
     # a print could enter the one that the signal interrupted
-    if _waiting.depth and _waiting.number is None:
+    # after the first signal was raised, the run saves: a second one ends that
+    delays = _waiting.depth or (_waiting.is_between and _waiting.raised is None)
+    if delays and _waiting.number is None:
         _waiting.number = number
         _answer("stopping: the update in progress is finished and saved first; once more ends at once")
         return

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from multitask_rl.boundary.interrupts import check_interrupt, finishing
+from multitask_rl.boundary.interrupts import finishing, interruptible
 from multitask_rl.config.run import RunConfig
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -67,6 +67,8 @@ class Supervisor:
     def inspect(self, *, last: bool = False) -> bool:
         """Evaluate, judge and save what is due at this step, all if it is the ``last``; False if rolled back.
 
+        A signal is heard while it evaluates only: an evaluation is recorded and saved with its effects.
+
         Raises:
             GuardStop: the guard ended the run.
         """
@@ -76,25 +78,26 @@ class Supervisor:
             self.experience.rewind()
         evaluates = (forced or _is_due(step, config.eval.every)) and self.progress.evaluated_at != step
         judged = self._judge() if evaluates else None
-        new, self.state.unmeasured = self.state.unmeasured, []
-        if new and not evaluates:
+        if (new := self.state.unmeasured) and not evaluates:
             # else a new task's first value would be of weights trained on it; no controller reads this one
-            self._record(self.evaluator.evaluate(step, tasks=new), {})
-        with finishing():  # an evaluation is recorded and saved with its effects, or not at all
-            if evaluates or new:
-                self.note(self.evaluator.scorer.health_events(step))
-            if judged is not None and not self._conclude(*judged):
-                return False
-            due = forced or _is_due(step, config.checkpoint.every)
-            if not due and evaluates and self.guard is not None and self._known.judged_good:
-                # with evaluations and checkpoints on different steps, no checkpoint would be judged good
-                newest = newest_good(self._checkpoints())
-                reach = max(1, self.guard.rollback_steps // 2)
-                age = math.inf if newest is None else step - newest.step
-                due = age >= min(config.checkpoint.every or reach, reach)
-            # a step saved by an interrupted evaluation is saved again, with the verdict
-            if evaluates if self.progress.saved_at == step else due:
-                self.save()
+            with self.saving_on_failure(), interruptible():
+                evaluations = self.evaluator.evaluate(step, tasks=new)
+            self._record(evaluations, {})
+        self.state.unmeasured = []
+        if evaluates or new:
+            self.note(self.evaluator.scorer.health_events(step))
+        if judged is not None and not self._conclude(*judged):
+            return False
+        due = forced or _is_due(step, config.checkpoint.every)
+        if not due and evaluates and self.guard is not None and self._known.judged_good:
+            # with evaluations and checkpoints on different steps, no checkpoint would be judged good
+            newest = newest_good(self._checkpoints())
+            reach = max(1, self.guard.rollback_steps // 2)
+            age = math.inf if newest is None else step - newest.step
+            due = age >= min(config.checkpoint.every or reach, reach)
+        # a step saved by an interrupted evaluation is saved again, with the verdict
+        if evaluates if self.progress.saved_at == step else due:
+            self.save()
         return True
 
     def _record(self, evaluations: dict[str, TaskEvaluation], numbers: Mapping[str, float]) -> None:
@@ -161,15 +164,16 @@ class Supervisor:
         before = (guard.state_dict() if guard is not None else {}), self.progress.num_confirmations
         with self.saving_on_failure():
             try:
-                check_interrupt()
-                began = time.perf_counter()
-                evaluations = self.evaluator.evaluate(self.progress.step)
-                seconds = time.perf_counter() - began
-                decision = None
-                if guard is not None and self._former_verdict is None:
-                    decision = guard.observe(self.progress.step, self._deciding(evaluations), self._confirm)
-                self.store.check()
-                return evaluations, seconds, decision
+                with interruptible():
+                    began = time.perf_counter()
+                    evaluations = self.evaluator.evaluate(self.progress.step)
+                    seconds = time.perf_counter() - began
+                    decision = None
+                    if guard is not None and self._former_verdict is None:
+                        deciding = self._deciding(evaluations)
+                        decision = guard.observe(self.progress.step, deciding, self._confirm)
+                    self.store.check()
+                    return evaluations, seconds, decision
             except BaseException:
                 if guard is not None:
                     guard.load_state_dict(before[0])

@@ -140,9 +140,9 @@ class ExperienceSource:
             wait([batch.sampled])
             self._note_wait(began)
         self._fill(batch.experience, batch.sampled.result())
-        self._ahead.popleft()
-        if not self._ahead:
+        if len(self._ahead) == 1:
             self._rollout.engine.sleep()
+        self._ahead.popleft()  # last: ``rewind`` undoes the draws until then
         return batch.experience
 
     def wait_for_sampling(self) -> None:

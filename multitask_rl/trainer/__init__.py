@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from multitask_rl.boundary.interrupts import answer_with, check_interrupt, finishing
+from multitask_rl.boundary.interrupts import (
+    answer_with,
+    between_stages,
+    finishing,
+    interruptible,
+    stopping_on_signals,
+)
 from multitask_rl.boundary.printable import redact_text
 from multitask_rl.config.devices import torchrun_size
 from multitask_rl.config.run import RunConfig
@@ -259,10 +265,13 @@ class Trainer:
 
     # -- the run --------------------------------------------------------------------------------------------
 
+    @stopping_on_signals()
     def train(self) -> Evaluations:
         """Run to ``max_steps`` and return the last evaluation: a mapping that prints as a table.
 
-        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it.
+        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it. Ctrl-C
+        and SIGTERM finish the update, save a checkpoint and raise a ``KeyboardInterrupt``; a second one ends
+        at once.
 
         Raises:
             GuardStop: the guard ended the run.
@@ -274,10 +283,11 @@ class Trainer:
         answer_with(parts.trackers.log_stopping)
         status = "failed"
         try:
-            while not self._is_at_end or not parts.supervisor.inspect(last=True):
-                # the last step is judged too: a regression in it is rolled back
-                if not self._is_at_end and parts.supervisor.inspect():
-                    self.train_step()
+            with between_stages():
+                while not self._is_at_end or not parts.supervisor.inspect(last=True):
+                    # the last step is judged too: a regression in it is rolled back
+                    if not self._is_at_end and parts.supervisor.inspect():
+                        self.train_step()
             parts.evaluator.tally.check()
             status = "finished"
             last = self.history[-1][1] if self.history else parts.evaluator.evaluate(self.step)
@@ -325,8 +335,7 @@ class Trainer:
         """
         parts = self._open()
         parts.timeline.begin_step()
-        with parts.supervisor.saving_on_failure():
-            check_interrupt()
+        with parts.supervisor.saving_on_failure(), interruptible():
             parts.store.check()
             experience = parts.experience.next(self.step)
         with finishing():

@@ -308,6 +308,31 @@ def test_a_machine_that_is_taken_back_loses_no_step(space, capsys):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("between", ["steps", "step and evaluation", "evaluation and step"])
+def test_a_signal_between_two_stages_loses_no_step(space, between):
+    """Also where the script does not handle signals itself."""
+    directory = space / between.replace(" ", "_")
+    every = 100 if between == "steps" else 2
+    later = {"eval": EvalConfig(every=every, num_prompts=2), "checkpoint": CheckpointConfig(every=100)}
+
+    class Interrupted(Trainer):
+        def train_step(self):
+            """Make a step, with a signal before or after it."""
+            if self.step == 2 and between != "step and evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+            report = super().train_step()
+            if self.step == 2 and between == "step and evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return report
+
+    trainer = Interrupted.from_config(run_config(space, directory.name, 4, **later))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert max((directory / "checkpoints").glob("step_*")).name == "step_00000002"
+    assert steps_of(directory) == 2
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_directory_is_one_runs_until_its_process_ends(space, capsys):
     hold = (
         "import sys, time; from pathlib import Path; "

@@ -6,8 +6,10 @@ import pytest
 from multitask_rl.boundary.interrupts import (
     Terminated,
     answer_with,
+    between_stages,
     check_interrupt,
     finishing,
+    interruptible,
     stopping_on_signals,
 )
 
@@ -62,6 +64,40 @@ def test_what_is_finished_inside_of_something_else_does_not_end_that():
         with pytest.raises(Terminated):
             check_interrupt()
     assert done == ["the update", "what it is part of"]
+
+
+def test_between_stages_a_signal_waits_for_the_next_stage_and_a_second_one_for_nothing():
+    done = []
+
+    def run():
+        with interruptible():
+            done.append("a stage")
+        os.kill(os.getpid(), signal.SIGTERM)
+        check_interrupt()
+        done.append("what lies between")
+        try:
+            with interruptible():
+                done.append("the next stage")
+        except Terminated:
+            done.append("saving")
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("saved")
+
+    with stopping_on_signals(), between_stages(), pytest.raises(Terminated):
+        run()
+    assert done == ["a stage", "what lies between", "saving"]
+
+
+def test_a_block_inside_of_another_one_changes_nothing():
+    """As the trainer's inside of the command's."""
+    with stopping_on_signals():
+        handler = signal.getsignal(signal.SIGTERM)
+        with stopping_on_signals():
+            update([], signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        with pytest.raises(Terminated):
+            check_interrupt()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_library_that_hides_the_signal_does_not_hide_its_number():
