@@ -28,6 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from multitask_rl.errors import DataError, SandboxError, check_output_file, path_errors
 from multitask_rl.sandbox import base
 from multitask_rl.sandbox.cgroups import descendants
@@ -239,7 +241,7 @@ class ProgramChecks:
         self._touched = host.touched.copy()
         self._restarts = sandbox.restarts
         self._disk = shutil.disk_usage("/tmp").free
-        self._memory = self._least = _available_mb()
+        self._memory = self._least = psutil.virtual_memory().available
         self._done = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         if any(check.startswith("host_mem_delta_mb") for check in checks):
@@ -247,7 +249,7 @@ class ProgramChecks:
 
     def _sample(self) -> None:
         while not self._done.wait(0.02):
-            self._least = min(self._least, _available_mb())
+            self._least = min(self._least, psutil.virtual_memory().available)
 
     def problems(self) -> list[str]:
         """Return what the program did to the host."""
@@ -289,7 +291,7 @@ class ProgramChecks:
                         return str(error)
                 return ""
             case "host_mem_delta_mb":
-                used = self._memory - self._least
+                used = (self._memory - self._least) / (1 << 20)
                 return f"{used:.0f} MiB" if used > float(argument) else ""
             case "host_disk_delta_mb":
                 used = (self._disk - shutil.disk_usage("/tmp").free) / (1 << 20)
@@ -299,13 +301,6 @@ class ProgramChecks:
 
 def _snapshot() -> dict[str, bytes]:
     return {p.name: p.read_bytes() if p.is_file() else b"" for p in sorted(_CANARY.iterdir())}
-
-
-def _available_mb() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 def run_corpus(
