@@ -367,7 +367,7 @@ class ActorGroup:
         return bool(ray.wait([self._placed[index]], timeout=0)[0])
 
     def call(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]], limit_s: float = math.inf
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]]
     ) -> tuple[dict[int, Any], list[int]]:
         """Call ``method`` on several actors at once, with ``arguments`` by index; raises as ``first``.
 
@@ -375,7 +375,7 @@ class ActorGroup:
             The results by index, and the indices of the actors that died.
         """
         calls = {
-            self.submit(index, method, *given): ActorCall(index, method, limit_s)
+            self.submit(index, method, *given): ActorCall(index, method)
             for index, given in arguments.items()
         }
         results: dict[int, Any] = {}
