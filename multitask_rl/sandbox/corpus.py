@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -30,7 +29,7 @@ from typing import Any, Self
 
 import psutil
 
-from multitask_rl.errors import DataError, SandboxError, check_output_file, path_errors
+from multitask_rl.errors import DataError, SandboxError, check_output_file, is_installed, path_errors
 from multitask_rl.sandbox import base
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
@@ -333,7 +332,7 @@ def run_corpus(
                     unit = waiting.pop()
                 for index in unit:
                     raw, program = entries[index]
-                    missing = [n for n in raw.get("requires", []) if importlib.util.find_spec(n) is None]
+                    missing = [n for n in raw.get("requires", []) if not is_installed(n)]
                     if missing:
                         skipped = f"needs {', '.join(missing)}"
                         findings[index] = CorpusFinding(name=raw["name"], skipped=skipped)
