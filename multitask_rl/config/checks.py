@@ -207,8 +207,15 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:
     mode, default = constraint.mode, ConstraintSpec()
     if mode == "grammar":
-        for key in ("plugin", "limit", "weight", "max_attempts", "stream_every", "multiplier"):
-            if (value := getattr(constraint, key)) != getattr(default, key):
+        for key, value, usual in (
+            ("plugin", constraint.plugin, default.plugin),
+            ("limit", constraint.limit, default.limit),
+            ("weight", constraint.weight, default.weight),
+            ("max_attempts", constraint.max_attempts, default.max_attempts),
+            ("stream_every", constraint.stream_every, default.stream_every),
+            ("multiplier", constraint.multiplier, default.multiplier),
+        ):
+            if value != usual:
                 raise ConfigError(
                     f"{where.at(key)}: a constraint of mode grammar has no {key}, got {value!r}: it judges "
                     "no response, it decides what can be sampled; give the grammar in config: one of "

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import CheckpointError
@@ -29,7 +29,6 @@ ALARM_KINDS = ("warn", *TO_ACT_ON)
 """Kinds of events that are shown as alarms."""
 
 _LOG = logging.getLogger(__name__)
-P = ParamSpec("P")
 
 
 def best_and_worst(scored: Sequence[Scored]) -> list[Scored]:
@@ -140,15 +139,6 @@ class PageTracker(Tracker):
         raise NotImplementedError
 
 
-def _to_each(method: Callable[Concatenate[Tracker, P], None]) -> Callable[Concatenate[Trackers, P], None]:
-    """Return the method of ``Trackers`` that calls ``method`` of each tracker."""
-
-    def call(trackers: Trackers, /, *arguments: P.args, **keywords: P.kwargs) -> None:
-        trackers._each(lambda tracker: getattr(tracker, method.__name__)(*arguments, **keywords))
-
-    return call
-
-
 class Trackers:
     """Passes each call of a ``Tracker`` on to every tracker of the run, configured or ``further``, by name.
 
@@ -197,27 +187,58 @@ class Trackers:
                 del self._trackers[name]
                 _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
 
-    start = _to_each(Tracker.start)
-    log_metrics = _to_each(Tracker.log_metrics)
-    log_evaluation = _to_each(Tracker.log_evaluation)
-    log_progress = _to_each(Tracker.log_progress)
-    log_event = _to_each(Tracker.log_event)
-    log_rollouts = _to_each(Tracker.log_rollouts)
-    log_datasets = _to_each(Tracker.log_datasets)
-    log_checkpoint = _to_each(Tracker.log_checkpoint)
-    log_page = _to_each(Tracker.log_page)
-    finish = _to_each(Tracker.finish)
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.start(parameters, resume_step))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_metrics(metrics, step))
+
+    def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_evaluation(evaluations, step))
+
+    def log_progress(self, what: str, done: int, total: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_progress(what, done, total))
 
     def log_stopping(self, text: str) -> bool:
         """See ``Tracker``."""
         return any(tracker.log_stopping(text) for tracker in self._trackers.values())
+
+    def log_event(self, event: Event) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_event(event))
 
     @property
     def record_rollouts(self) -> bool:
         """Whether a tracker does something with rollouts."""
         return any(type(t).log_rollouts is not Tracker.log_rollouts for t in self._trackers.values())
 
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_rollouts(scored, step))
+
+    def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_datasets(datasets))
+
+    def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
+        """See ``Tracker``."""
+        self._each(
+            lambda tracker: tracker.log_checkpoint(actor, step, is_best=is_best, judged_good=judged_good)
+        )
+
     @property
     def take_pages(self) -> bool:
         """Whether a tracker does something with the page of the run."""
         return any(type(t).log_page is not Tracker.log_page for t in self._trackers.values())
+
+    def log_page(self, page: str) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.log_page(page))
+
+    def finish(self, status: str) -> None:
+        """See ``Tracker``."""
+        self._each(lambda tracker: tracker.finish(status))
