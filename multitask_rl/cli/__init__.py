@@ -169,15 +169,3 @@ def run_command(arguments: list[str]) -> int:
 def error_line(text: str) -> str:
     """Return an error as one line that is safe for a terminal, without the secrets of addresses."""
     return f"error: {one_line(redact_text(text))}"
-
-
-def aligned(rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
-    """Return one line per row, columns aligned: the first ``num_text`` to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if index < num_text else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

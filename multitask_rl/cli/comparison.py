@@ -22,6 +22,7 @@ from typing import Any
 from multitask_rl.cli.tables import (
     add_common,
     add_page,
+    effects_table,
     number,
     open_run,
     ruled,
@@ -641,7 +642,11 @@ def render_result(result: Mapping[str, Any]) -> str:
         )
         parts.append("differences with intervals: --html FILE, --json")
     if result["effects"]:
-        parts.append(_effects_table(result["effects"]))
+        parts.append(
+            "training on one task (row) changed a held-out result (column) from first to last evaluation:\n"
+            f"{effects_table(result['effects'], 'delta')}\n"
+            "+ better, - worse at 5 % over the whole matrix (Holm); every interval stands alone"
+        )
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:
         parts += [
@@ -672,25 +677,6 @@ def _arms_table(result: Mapping[str, Any]) -> str:
         table.append([arm["name"], *settings, str(len(arm["runs"])), *cells])
     note = "\n+ better, - worse than the first arm" if result["comparisons"] else ""
     return ruled(table) + note
-
-
-def _effects_table(effects: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return the matrix of what training on one task changed: a row per trained task."""
-    tasks = list(dict.fromkeys(task for own in effects.values() for task in own))
-    marks = {"better": " +", "worse": " -"}
-    table = [["training on", *tasks]]
-    for name, own in effects.items():
-        cells = []
-        for row in (own.get(task) for task in tasks):
-            ends = (
-                "" if row is None or math.isnan(row["low"]) else f" [{row['low']:+.3f}, {row['high']:+.3f}]"
-            )
-            cells.append("-" if row is None else f"{row['delta']:+.3f}{ends}{marks.get(row['verdict'], '')}")
-        table.append([name, *cells])
-    return (
-        "training on one task (row) changed a held-out result (column) from first to last evaluation:\n"
-        f"{ruled(table)}\n+ better, - worse at 5 % over the whole matrix (Holm); every interval stands alone"
-    )
 
 
 def _cost_tables(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import importlib.util
 import platform
 import re
 import sys
@@ -19,7 +18,7 @@ from packaging.requirements import Requirement
 
 from multitask_rl.cli.train import compose_and_run, is_run_configuration
 from multitask_rl.config.devices import count_cuda_devices
-from multitask_rl.errors import MultitaskRLError
+from multitask_rl.errors import MultitaskRLError, is_installed
 from multitask_rl.plugins import GROUPS, list_plugins, load_plugin
 
 _USAGE = """\
@@ -112,7 +111,7 @@ def examine() -> Iterator[Diagnosis]:
             if found and "+cpu" not in found:
                 detail = f"{found} is a CUDA build beside a CPU torch: transformers cannot import its models"
                 yield Diagnosis(name, "broken", detail, f"pip uninstall -y {name}")
-    if importlib.util.find_spec("torch") is None:
+    if not is_installed("torch"):
         yield Diagnosis("devices", "broken", "torch is not installed", "pip install -e .")
     else:
         number = count_cuda_devices()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import random
@@ -20,7 +19,7 @@ from multitask_rl.config.devices import count_cuda_devices, parse_devices
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.schema.build import suggest
-from multitask_rl.errors import ConfigError, MultitaskRLError, path_errors
+from multitask_rl.errors import ConfigError, MultitaskRLError, is_installed, path_errors
 from multitask_rl.plugins import TASKS, list_plugins, load_plugin
 
 OWN = "own"
@@ -154,7 +153,7 @@ def fit_run(model: str, device: str) -> tuple[dict[str, Any], list[str]]:
         "device_map": {"actor": device},
     }
     notes = list[str]()
-    if on_gpu and importlib.util.find_spec("vllm"):
+    if on_gpu and is_installed("vllm"):
         run["rollout"] |= {"engine": "vllm", "engine_config": {"gpu_memory_utilization": 0.4}}
     if not on_gpu:
         run["num_threads"] = cores

@@ -6,8 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from multitask_rl.boundary.printable import printable
-from multitask_rl.cli import aligned
+from multitask_rl.boundary.printable import aligned, printable
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import GROUPS, list_plugins
 from multitask_rl.testing import check, scaffold

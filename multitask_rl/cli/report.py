@@ -14,6 +14,7 @@ from multitask_rl.boundary.printable import one_line
 from multitask_rl.cli.tables import (
     add_common,
     add_page,
+    effects_table,
     number,
     open_run,
     ruled,
@@ -102,22 +103,14 @@ def _influence_tables(influence: Mapping[str, Any]) -> list[str]:
         if text.index("\n") <= shutil.get_terminal_size((10_000, 0)).columns
         else elsewhere
     ]
-    effects = {(row["trained"], row["task"]): row for row in influence["effects"]}
+    effects: dict[str, dict[str, Any]] = {}
+    for row in influence["effects"]:
+        effects.setdefault(row["trained"], {})[row["task"]] = row
     if effects:
-        of = list(dict.fromkeys(task for _, task in effects))
-        marks = {"better": " +", "worse": " -"}
-        table = [["training on", *of]]
-        for task in trained:
-            own = [effects[task, other] for other in of]
-            cells = [
-                f"{row['effect']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]{marks.get(row['verdict'], '')}"
-                for row in own
-            ]
-            table.append([task, *cells])
         parts.append(
             "training on a task (row) changed a held-out result (column) by, in a mean interval with prompts "
             "of that task alone:\n"
-            + ruled(table)
+            + effects_table(effects, "effect")
             + "\n+ better, - worse at 5 % over the whole table (Holm); "
             "estimated from shares that change together: a wide interval says that they do"
         )

@@ -18,8 +18,7 @@ from typing import Any
 
 from scipy.stats import rankdata
 
-from multitask_rl.boundary.printable import one_line, printable, redacted_keys
-from multitask_rl.cli import aligned
+from multitask_rl.boundary.printable import aligned, one_line, printable, redacted_keys
 from multitask_rl.config.run import RECORD, ScoringConfig, as_given
 from multitask_rl.config.schema.build import build_dataclass, suggest
 from multitask_rl.config.schema.located_yaml import Where, load_yaml

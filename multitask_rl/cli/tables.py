@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.boundary.printable import printable
-from multitask_rl.cli import aligned
+from multitask_rl.boundary.printable import aligned, printable
 from multitask_rl.errors import path_errors
 from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import RunRecord, read_run
@@ -89,6 +88,25 @@ def ruled(rows: Sequence[Sequence[str]]) -> str:
     """Return an aligned table whose first row is the head."""
     head, *lines = aligned(rows)
     return "\n".join([head, "-" * len(head), *lines])
+
+
+def effects_table(effects: Mapping[str, Mapping[str, Mapping[str, Any]]], change: str) -> str:
+    """Return the matrix trained task -> task -> a row with ``change``, ``low``, ``high`` and ``verdict``.
+
+    A dash stands where there is no such row.
+    """
+    tasks = list(dict.fromkeys(task for own in effects.values() for task in own))
+    marks = {"better": " +", "worse": " -"}
+    table = [["training on", *tasks]]
+    for name, own in effects.items():
+        cells = []
+        for row in (own.get(task) for task in tasks):
+            ends = (
+                "" if row is None or math.isnan(row["low"]) else f" [{row['low']:+.3f}, {row['high']:+.3f}]"
+            )
+            cells.append("-" if row is None else f"{row[change]:+.3f}{ends}{marks.get(row['verdict'], '')}")
+        table.append([name, *cells])
+    return ruled(table)
 
 
 def task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str], num_verdicts: int = 0) -> str:

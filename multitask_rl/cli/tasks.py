@@ -10,8 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from multitask_rl.boundary.printable import one_line, printable
-from multitask_rl.cli import aligned
+from multitask_rl.boundary.printable import aligned, one_line, printable
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass

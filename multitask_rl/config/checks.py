@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import string
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
-from multitask_rl.errors import ConfigError, path_errors, require_extra
+from multitask_rl.errors import ConfigError, is_installed, path_errors, require_extra
 from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
 
 _UNSCORED = ("anchor", "sft", "distill")
@@ -286,7 +285,7 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
             raise ConfigError(
                 f"{where}: {place!r} has no {name!r}{suggest(name, names)} (it has: {', '.join(names)})"
             )
-    elif not place or importlib.util.find_spec(place.split(".")[0]) is None:
+    elif not place or not is_installed(place.split(".")[0]):
         raise ConfigError(
             f"{where}: {plugin!r} is not found: no module {place!r}; expected an entry-point name, "
             f"module:function, file.py:function, or one of the prefixes {', '.join(FOREIGN_PREFIXES)}"

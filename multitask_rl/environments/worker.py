@@ -29,13 +29,12 @@ from multitask_rl.environments.base import Earned, Opening, StepResult, World
 from multitask_rl.environments.calls import CALL_FACTS
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind
-from multitask_rl.scoring.worker import enter
+from multitask_rl.scoring.worker import PR_SET_PDEATHSIG, enter
 
 BUILT, CLOSED = "built", "closed"
 """The world exists: from here its calls have their time limit. The world is closed: its ticket is free."""
 CLOSING_S = 3.0
 """Seconds that worlds have to close after the trainer has closed its end."""
-_PR_SET_PDEATHSIG = 1
 _LARGEST = 1e30
 """Largest reward: sums and squares of rewards stay finite."""
 
@@ -55,7 +54,7 @@ def main() -> None:
         # the handler alarm(SIGTRAP) is alarm(5), and SIGALRM has no handler.
         libc = ctypes.CDLL(None)
         libc.signal(int(signal.SIGTRAP), ctypes.cast(libc.alarm, ctypes.c_void_p))
-        libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTRAP))
+        libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGTRAP))
         if os.getppid() != int(sys.argv[2]):
             os._exit(1)
     WorldWorker(Channel(socket.socket(fileno=int(sys.argv[1])))).serve()

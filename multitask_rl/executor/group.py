@@ -366,17 +366,14 @@ class ActorGroup:
 
         return bool(ray.wait([self._placed[index]], timeout=0)[0])
 
-    def call(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]], limit_s: float = math.inf
-    ) -> tuple[dict[int, Any], list[int]]:
+    def call(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> tuple[dict[int, Any], list[int]]:
         """Call ``method`` on several actors at once, with ``arguments`` by index; raises as ``first``.
 
         Returns:
             The results by index, and the indices of the actors that died.
         """
         calls = {
-            self.submit(index, method, *given): ActorCall(index, method, limit_s)
-            for index, given in arguments.items()
+            self.submit(index, method, *given): ActorCall(index, method) for index, given in arguments.items()
         }
         results: dict[int, Any] = {}
         dead: list[int] = []

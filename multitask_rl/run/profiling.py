@@ -70,11 +70,10 @@ class StepProfiler:
 
 def memory_report(parameters: Iterable[nn.Parameter], optimizer_bytes: int) -> dict[str, float]:
     """Return MiB of the process (now and peak), of the weights, the gradients and the optimizer state."""
-    weights, statm = list(parameters), Path("/proc/self/statm")
-    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    weights = list(parameters)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     report = {
-        "rss_mb": pages * resource.getpagesize() / MIB,
+        "rss_mb": psutil.Process().memory_info().rss / MIB,
         "rss_peak_mb": peak / (MIB if sys.platform == "darwin" else 1024.0),
         "weights_mb": _num_bytes(weights) / MIB,
         "gradients_mb": _num_bytes(w.grad for w in weights if w.grad is not None) / MIB,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -28,7 +27,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from multitask_rl.errors import DataError, SandboxError, check_output_file, path_errors
+import psutil
+
+from multitask_rl.errors import DataError, SandboxError, check_output_file, is_installed, path_errors
 from multitask_rl.sandbox import base
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
@@ -239,7 +240,7 @@ class ProgramChecks:
         self._touched = host.touched.copy()
         self._restarts = sandbox.restarts
         self._disk = shutil.disk_usage("/tmp").free
-        self._memory = self._least = _available_mb()
+        self._memory = self._least = psutil.virtual_memory().available
         self._done = threading.Event()
         self._sampler = threading.Thread(target=self._sample, daemon=True)
         if any(check.startswith("host_mem_delta_mb") for check in checks):
@@ -247,7 +248,7 @@ class ProgramChecks:
 
     def _sample(self) -> None:
         while not self._done.wait(0.02):
-            self._least = min(self._least, _available_mb())
+            self._least = min(self._least, psutil.virtual_memory().available)
 
     def problems(self) -> list[str]:
         """Return what the program did to the host."""
@@ -289,7 +290,7 @@ class ProgramChecks:
                         return str(error)
                 return ""
             case "host_mem_delta_mb":
-                used = self._memory - self._least
+                used = (self._memory - self._least) / (1 << 20)
                 return f"{used:.0f} MiB" if used > float(argument) else ""
             case "host_disk_delta_mb":
                 used = (self._disk - shutil.disk_usage("/tmp").free) / (1 << 20)
@@ -299,13 +300,6 @@ class ProgramChecks:
 
 def _snapshot() -> dict[str, bytes]:
     return {p.name: p.read_bytes() if p.is_file() else b"" for p in sorted(_CANARY.iterdir())}
-
-
-def _available_mb() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
 
 
 def run_corpus(
@@ -338,7 +332,7 @@ def run_corpus(
                     unit = waiting.pop()
                 for index in unit:
                     raw, program = entries[index]
-                    missing = [n for n in raw.get("requires", []) if importlib.util.find_spec(n) is None]
+                    missing = [n for n in raw.get("requires", []) if not is_installed(n)]
                     if missing:
                         skipped = f"needs {', '.join(missing)}"
                         findings[index] = CorpusFinding(name=raw["name"], skipped=skipped)

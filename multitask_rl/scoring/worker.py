@@ -24,7 +24,7 @@ from multitask_rl.scoring.results import is_out_of_memory
 
 FLUSH_S = 0.003
 """Most seconds between messages: a message per result would cost more than most results."""
-_PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def enter(parent: int) -> None:
     """Make this process a worker of the process ``parent``: it ends with its parent, and not by Ctrl-C."""
     if sys.platform == "linux":
         # the kernel kills this process, even in a hang, when the thread that started it ends
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the trainer died before the request took hold
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle

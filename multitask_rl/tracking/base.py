@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,43 @@ class Tracker:
 
     def finish(self, status: str) -> None:
         """End the run with ``status``: ``finished``, ``failed`` or ``stopped``."""
+
+
+class PageTracker(Tracker):
+    """Base of trackers with pages of their own: some samples as a table, alarms and stops as alerts.
+
+    ``_run`` is the client's run, ``_table`` makes its tables; ``start`` sets both.
+    """
+
+    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
+        self.run_id = run_id
+        self._directory, self._config = Path(output_dir), config
+        self._run: Any = None
+        self._table: Any = None
+        self._sampled_s = -math.inf
+        self._is_there = -1
+        """Last step that the store has of the run, and takes no more numbers of."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Send the finite numbers; those of one step may come in several calls."""
+        if self._run is not None and step > self._is_there:
+            self._log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
+
+    def log_event(self, event: Event) -> None:
+        """Send what a person should act on as an alert."""
+        if self._run is not None and event.kind in TO_ACT_ON:
+            self._run.alert(title=f"{event.source} {event.kind} {event.task}".strip(), text=event.reason)
+
+    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
+        """Send the best and the worst response of each task as a table, once a minute."""
+        is_early = time.monotonic() - self._sampled_s < SAMPLES_EVERY_S
+        if self._run is not None and step > self._is_there and not is_early:
+            self._sampled_s = time.monotonic()
+            table = self._table(columns=SAMPLE_COLUMNS, data=sample_rows(scored, step))
+            self._log({"samples": table}, step)
+
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        raise NotImplementedError
 
 
 class Trackers:

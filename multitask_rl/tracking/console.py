@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multitask_rl.boundary.printable import printable
+from multitask_rl.boundary.printable import aligned, printable
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.tracking.base import ALARM_KINDS, Tracker
@@ -386,17 +386,7 @@ def _cells(
 
 def _rows(tasks: Mapping[str, _TaskView]) -> list[str]:
     titles, rows = _cells(tasks, {**_COLUMNS, **_RATES})
-    if not rows:
-        return []
-    widths = [max(len(t), *(len(row[i]) for row in rows.values())) for i, t in enumerate(titles)]
-    first = max([4, *map(len, rows)])
-    lines = [["task", *titles], *([name, *row] for name, row in rows.items())]
-    return [
-        "  ".join(
-            [line[0].ljust(first), *(c.rjust(w) for c, w in zip(line[1:], widths, strict=True))]
-        ).rstrip()
-        for line in lines
-    ]
+    return aligned([["task", *titles], *([name, *row] for name, row in rows.items())]) if rows else []
 
 
 def _rates(metrics: Mapping[str, float]) -> list[str]:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from multitask_rl.errors import disk_errors
 
 MACHINE = "machine.json"
@@ -25,8 +27,7 @@ def describe_machine() -> dict[str, Any]:
     with suppress(AttributeError):  # not on every system
         found["cores of this process"] = len(os.sched_getaffinity(0))
     found["threads of torch"] = torch.get_num_threads()
-    with suppress(ValueError, OSError, AttributeError):
-        found["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    found["memory"] = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
     gpus = range(torch.cuda.device_count())
     found["GPUs"] = [
         f"{torch.cuda.get_device_name(i)}, {torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"

@@ -22,6 +22,8 @@ COSTS = ("steps", "samples", "tokens", "seconds")
 _SECONDS, _STEP = b'"time/step_s"', b'"step"'
 _RATES = {"samples": b'"time/samples_per_s"', "tokens": b'"time/tokens_per_s"'}
 _NUMBER = re.compile(rb"\s*:\s*(-?[0-9][0-9.eE+-]*)")
+_MOST_LINES = 240
+"""Lines that the rewards are read from, at most."""
 _AT_ONCE = 2**20
 """Bytes, at first; a longer line takes twice as many."""
 
@@ -65,15 +67,12 @@ class Spending:
         return {**spent, "steps": float(len(self.spent["seconds"]))}
 
 
-def read_spending(
-    path: Path, tasks: Sequence[str], former: Mapping[str, str] | None = None, most_lines: int = 240
-) -> Spending:
+def read_spending(path: Path, tasks: Sequence[str], former: Mapping[str, str] | None = None) -> Spending:
     """Read the costs of every step from ``metrics.jsonl``, and the mean rewards of ``tasks``.
 
     ``former``: former name -> name of a task that a resume has renamed. Rewards are read from at most
-    ``most_lines`` lines at equal distances. A line without a step number or ``time/step_s`` is skipped. If a
-    line lacks a rate, that cost is NaN from this line on. A missing file gives an
-    empty result.
+    ``_MOST_LINES`` lines at equal distances. A line without a step number or ``time/step_s`` is skipped. If a
+    line lacks a rate, that cost is NaN from this line on. A missing file gives an empty result.
     """
     found = Spending()
     if not path.exists():
@@ -97,7 +96,7 @@ def read_spending(
                     each[key].append(_number(data, data.rfind(name, begin, end), name) * seconds)
         found.lines = [index for *_, index in lines]
         found.spent = {key: list(itertools.accumulate(own)) for key, own in each.items()}
-        stride = max(1, math.ceil(len(lines) / most_lines))
+        stride = max(1, math.ceil(len(lines) / _MOST_LINES))
         taken = list(zip(found.steps, lines, strict=True))[::stride] if names else []
         for step, (place, length, _) in taken:
             line = os.pread(stream.fileno(), length, place)

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import require_extra
-from multitask_rl.records import Event, Scored
-from multitask_rl.tracking.base import SAMPLE_COLUMNS, SAMPLES_EVERY_S, TO_ACT_ON, Tracker, sample_rows
+from multitask_rl.tracking.base import PageTracker
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(PageTracker):
     """Numbers with their steps; some samples as tables; alarms and stops as alerts.
 
     Raises:
@@ -31,19 +28,14 @@ class TrackioTracker(Tracker):
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         require_extra("trackio", "trackio", "tracking.trackers names trackio")
-        self.run_id = run_id
-        self._directory, self._config = Path(output_dir), config
-        self._run: Any = None
-        self._sampled_s = -math.inf
-        self._is_there = -1
-        """Last step that the store has of the run."""
+        super().__init__(output_dir, config, run_id)
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Begin the run, or go on with the one named ``run_id``."""
         import trackio
         from trackio.sqlite_storage import SQLiteStorage
 
-        project = self._config.experiment
+        project, self._table = self._config.experiment, trackio.Table
         # a name is all that the client finds a run by, so that a new one needs its own
         name = self.run_id or f"{self._config.run_name or self._directory.name}-{uuid.uuid4().hex[:4]}"
         with contextlib.redirect_stdout(io.StringIO()):  # it prints how to open its pages
@@ -61,27 +53,8 @@ class TrackioTracker(Tracker):
             self._is_there = -1 if last is None else int(last)
         self.run_id = name
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the numbers, unless the store has that step of the run."""
-        if self._run is not None and step > self._is_there:
-            self._run.log({k: v for k, v in metrics.items() if math.isfinite(v)}, step=step)
-
-    def log_event(self, event: Event) -> None:
-        """Write what a person should act on as an alert."""
-        if self._run is not None and event.kind in TO_ACT_ON:
-            self._run.alert(title=f"{event.source} {event.kind} {event.task}".strip(), text=event.reason)
-
-    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Write the best and the worst response of each task as a table, once a minute."""
-        is_early = time.monotonic() - self._sampled_s < SAMPLES_EVERY_S
-        if self._run is None or is_early or step <= self._is_there:
-            return
-        import trackio
-
-        self._sampled_s = time.monotonic()
-        self._run.log(
-            {"samples": trackio.Table(columns=SAMPLE_COLUMNS, data=sample_rows(scored, step))}, step=step
-        )
+    def _log(self, values: Mapping[str, Any], step: int) -> None:
+        self._run.log(dict(values), step=step)
 
     def finish(self, status: str) -> None:
         """Write what is left."""

@@ -9,21 +9,19 @@ curves is the field ``training_step``.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
 from multitask_rl.errors import require_extra
-from multitask_rl.records import Event, Scored
-from multitask_rl.tracking.base import SAMPLE_COLUMNS, SAMPLES_EVERY_S, TO_ACT_ON, Tracker, sample_rows
+from multitask_rl.records import Event
+from multitask_rl.tracking.base import PageTracker
 
 _STEP = "training_step"
 
 
-class WandbTracker(Tracker):
+class WandbTracker(PageTracker):
     """Numbers with their steps; some samples as tables; alarms and stops as alerts.
 
     Raises:
@@ -32,10 +30,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
         require_extra("wandb", "wandb", "tracking.trackers names wandb")
-        self.run_id = run_id
-        self._directory, self._config = Path(output_dir), config
-        self._run: Any = None
-        self._sampled_s = -math.inf
+        super().__init__(output_dir, config, run_id)
         self._last, self._undone = 0, 0
         """Newest step sent; how far the client's steps are ahead of the run's, by rollbacks."""
 
@@ -43,6 +38,7 @@ class WandbTracker(Tracker):
         """Begin the run, or go on with that of ``run_id``."""
         import wandb
 
+        self._table = wandb.Table
         self._run = wandb.init(
             project=self._config.experiment,
             name=self._config.run_name or self._directory.name,
@@ -58,11 +54,6 @@ class WandbTracker(Tracker):
         if resume_step is not None and sent is not None:  # the client's next step is known online alone
             self._undone = max(0, self._run.step - 1 - int(sent))
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the numbers; those of one step may come in several calls."""
-        if self._run is not None:
-            self._log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
-
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         self._last = step
         self._run.log({**values, _STEP: step}, step=step + self._undone)
@@ -71,18 +62,7 @@ class WandbTracker(Tracker):
         """Send what a person should act on as an alert; take note of a rollback."""
         if event.kind == "rolled_back":
             self._undone += max(0, self._last - event.step)
-        if self._run is not None and event.kind in TO_ACT_ON:
-            self._run.alert(title=f"{event.source} {event.kind} {event.task}".strip(), text=event.reason)
-
-    def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
-        """Send the best and the worst response of each task as a table, once a minute."""
-        if self._run is None or time.monotonic() - self._sampled_s < SAMPLES_EVERY_S:
-            return
-        import wandb
-
-        self._sampled_s = time.monotonic()
-        table = wandb.Table(columns=SAMPLE_COLUMNS, data=sample_rows(scored, step))
-        self._log({"samples": table}, step)
+        super().log_event(event)
 
     def finish(self, status: str) -> None:
         """End the run; the client marks one that did not finish as failed."""

@@ -48,6 +48,7 @@ from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.scoring.stats import TaskCounts
 from multitask_rl.testing.engine import assert_engine_contract
 from multitask_rl.training.backends.build import RayRanks
+from vllm_builders import small_model, small_tokenizer
 
 pytestmark = [
     pytest.mark.ray,
@@ -72,31 +73,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def actor() -> Actor:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    vocabulary = {"<pad>": 0, "<eos>": 1, **{c: i + 2 for i, c in enumerate("abcdefghijklmnopqrstuvwxyz .")}}
-    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", pad_token="<pad>")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            eos_token_id=1,
-            pad_token_id=0,
-            tie_word_embeddings=True,
-            initializer_range=0.2,
-        )
-        model = Qwen2ForCausalLM(config).eval()
-    return Actor(model, tokenizer, ModelConfig())
+    return Actor(small_model(tie=True), small_tokenizer(), ModelConfig())
 
 
 REQUESTS = [
