@@ -173,7 +173,24 @@ def _above(layer: Any) -> Any:
     """Return a copy of a layer of peft on the CPU, without the layer that it adapts."""
     light = copy.copy(layer)
     light._modules = {name: part for name, part in layer._modules.items() if name != "base_layer"}
+    if (name := _parameter_of(layer)) is not None:  # peft reads its type
+        light._modules["base_layer"] = nn.Module()
+        light.base_layer.register_buffer(name, torch.empty(0, dtype=layer.get_param().dtype))
     return copy.deepcopy(light).cpu()
+
+
+def _parameter_of(layer: Any) -> str | None:
+    """Return the name of the parameter that a layer of peft adapts alone (weights of all experts)."""
+    name: str | None = getattr(layer, "parameter_name", None)
+    return name
+
+
+def _adapted_weight(name: str, layer: Any) -> str:
+    """Return the name of the weight that ``layer`` of peft, itself named ``name``, adapts."""
+    below = layer
+    while hasattr(below, "base_layer"):  # of two parameters of a module, one layer adapts the other
+        below, name = below.base_layer, f"{name}.base_layer"
+    return f"{name}.{_parameter_of(layer) or 'weight'}"
 
 
 def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> MergedWeights:
@@ -189,7 +206,7 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
         if "lora_" not in name
     }
     adapted = {
-        f"{name}.base_layer.weight": module
+        _adapted_weight(name, module): module
         for name, module in model.named_modules()
         if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
     }

@@ -89,6 +89,38 @@ def test_adapters_that_travel_alone_are_merged_to_the_same_bits(dtype: torch.dty
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_experts_are_merged_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    """peft adapts the weights of all experts as one parameter, by layers that lie in one another."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from multitask_rl.models.lora import add_adapters
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 4, "num_key_value_heads": 1, "bos_token_id": 1, "eos_token_id": 1}
+    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=10, **sizes, **experts)).to(dtype)
+    lora = LoraConfig(rank=2)
+    actor = Actor(add_adapters(model, lora), _actor(0, True).tokenizer, ModelConfig(lora=lora))
+    for name, parameter in actor.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    merged = actor.state_dict()
+    assert isinstance(merged, MergedWeights)
+    changed = {name.rpartition("layers.0.")[2] for name in merged if name in merged.adapters}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"} < changed
+    there = MergedWeights(merged.base, pickle.loads(pickle.dumps(merged.over({}).adapters)), merged.device)
+    there.to_device()
+    assert not [name for name, value in merged.items() if not torch.equal(there[name], value)]
+    actor.save_for_engine(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    ids = torch.tensor([[2, 5, 4, 3, 8, 9]])
+    with torch.no_grad():
+        expected, found = actor.model(input_ids=ids).logits, loaded(input_ids=ids).logits
+    assert torch.allclose(found, expected, atol=1e-5 if dtype is torch.float32 else 0.05)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
 def test_a_weight_that_embeddings_and_head_share_has_no_adapters(tmp_path: Path, target: str) -> None:
