@@ -42,15 +42,20 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
         if model.name_or_path and Path(model.name_or_path).is_dir():
             # written beside the adapters, which may be read from another working directory
             model.name_or_path = str(Path(model.name_or_path).resolve())
+        # peft changes the model before it finds some mistakes
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        layers = ", ".join(sorted(linear))
         try:
             adapted = peft.get_peft_model(model, settings)
         except ValueError as error:
-            layers = {
-                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
-            }
+            if config.dropout and "lora_dropout" in str(error):
+                raise ConfigError(
+                    f"model.lora.dropout={config.dropout:g}: peft has no dropout before adapters of experts; "
+                    f"set it to 0, or model.lora.target_modules to some of {layers}"
+                ) from error
             raise ConfigError(
                 f"model.lora.target_modules={config.target_modules!r}: {error}; give all-linear or some of "
-                f"{', '.join(sorted(layers))}"
+                f"{layers}"
             ) from error
     _check_tied(adapted, f"model.lora.target_modules={config.target_modules!r}")
     return adapted
