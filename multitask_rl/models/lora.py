@@ -203,6 +203,8 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
 
     ``weights`` are those of the base model, by name in ``model``, if they are not there.
     """
+    from peft.tuners.lora import LoraLayer
+
     base: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
     like = like_of(base)
     names = {
@@ -213,7 +215,7 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
     adapted = {
         _adapted_weight(name, module): module
         for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+        if isinstance(module, LoraLayer)
     }
     return MergedWeights(
         WeightStream(
