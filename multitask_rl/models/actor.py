@@ -47,7 +47,7 @@ _FLASH = {
 
 
 FILE_BYTES = 4 * 2**30
-"""Of a file of weights that are in parts, at most; a weight may have more."""
+"""Of a file of weights that are in parts, at most; a block of modules may have more."""
 _LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of weights, by their names in a configuration."""
@@ -372,7 +372,8 @@ def save_in_files(model: PreTrainedModel, weights: WeightStream, directory: Path
     from safetensors import safe_open
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-    files = cut_buckets(weights.like, FILE_BYTES)
+    # transformers joins some neighbours when it saves (query, key and value of HRM)
+    files = cut_buckets(weights.like, FILE_BYTES, keep_blocks=True)
     places: dict[str, str] = {}
     for number, names in enumerate(files, start=1):
         part = directory / f"part-{number}"

@@ -42,15 +42,20 @@ def add_adapters(model: Any, config: LoraConfig, seed: int = 0) -> Any:
         if model.name_or_path and Path(model.name_or_path).is_dir():
             # written beside the adapters, which may be read from another working directory
             model.name_or_path = str(Path(model.name_or_path).resolve())
+        # peft changes the model before it finds some mistakes
+        linear = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        layers = ", ".join(sorted(linear))
         try:
             adapted = peft.get_peft_model(model, settings)
         except ValueError as error:
-            layers = {
-                n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
-            }
+            if config.dropout and "lora_dropout" in str(error):
+                raise ConfigError(
+                    f"model.lora.dropout={config.dropout:g}: peft has no dropout before adapters of experts; "
+                    f"set it to 0, or model.lora.target_modules to some of {layers}"
+                ) from error
             raise ConfigError(
                 f"model.lora.target_modules={config.target_modules!r}: {error}; give all-linear or some of "
-                f"{', '.join(sorted(layers))}"
+                f"{layers}"
             ) from error
     _check_tied(adapted, f"model.lora.target_modules={config.target_modules!r}")
     return adapted
@@ -173,7 +178,24 @@ def _above(layer: Any) -> Any:
     """Return a copy of a layer of peft on the CPU, without the layer that it adapts."""
     light = copy.copy(layer)
     light._modules = {name: part for name, part in layer._modules.items() if name != "base_layer"}
+    if (name := _parameter_of(layer)) is not None:  # peft reads its type
+        light._modules["base_layer"] = nn.Module()
+        light.base_layer.register_buffer(name, torch.empty(0, dtype=layer.get_param().dtype))
     return copy.deepcopy(light).cpu()
+
+
+def _parameter_of(layer: Any) -> str | None:
+    """Return the name of the parameter that a layer of peft adapts alone (weights of all experts)."""
+    name: str | None = getattr(layer, "parameter_name", None)
+    return name
+
+
+def _adapted_weight(name: str, layer: Any) -> str:
+    """Return the name of the weight that ``layer`` of peft, itself named ``name``, adapts."""
+    below = layer
+    while hasattr(below, "base_layer"):  # of two parameters of a module, one layer adapts the other
+        below, name = below.base_layer, f"{name}.base_layer"
+    return f"{name}.{_parameter_of(layer) or 'weight'}"
 
 
 def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> MergedWeights:
@@ -181,6 +203,8 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
 
     ``weights`` are those of the base model, by name in ``model``, if they are not there.
     """
+    from peft.tuners.lora import LoraLayer
+
     base: Mapping[str, Tensor] = model.state_dict() if weights is None else weights
     like = like_of(base)
     names = {
@@ -189,9 +213,9 @@ def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> M
         if "lora_" not in name
     }
     adapted = {
-        f"{name}.base_layer.weight": module
+        _adapted_weight(name, module): module
         for name, module in model.named_modules()
-        if hasattr(module, "get_delta_weight") and hasattr(module, "base_layer")
+        if isinstance(module, LoraLayer)
     }
     return MergedWeights(
         WeightStream(

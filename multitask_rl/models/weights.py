@@ -51,12 +51,18 @@ class WeightStream(Mapping[str, Tensor]):
         return len(self.like)
 
 
-def cut_buckets(like: Mapping[str, Tensor], most: int = BUCKET_BYTES) -> list[list[str]]:
-    """Return the names of ``like`` in order, in lists of at most ``most`` bytes, or of one weight."""
+def cut_buckets(
+    like: Mapping[str, Tensor], most: int = BUCKET_BYTES, *, keep_blocks: bool = False
+) -> list[list[str]]:
+    """Return the names of ``like`` in order, in lists of at most ``most`` bytes, or of one weight.
+
+    With ``keep_blocks`` a list is not cut inside a block of modules (an attention), and may have more bytes.
+    """
     buckets: list[list[str]] = []
-    size = 0
+    size, block = 0, None
     for name, tensor in like.items():
-        if not buckets or size + tensor.nbytes > most:
+        before, block = block, name.rsplit(".", 2)[0]
+        if not buckets or (size + tensor.nbytes > most and not (keep_blocks and block == before)):
             buckets.append([])
             size = 0
         buckets[-1].append(name)

@@ -92,12 +92,14 @@ class RunStore:
         self.reference_dir = output_dir / "reference"
         """Weights of the reference policy at the start of the run, if it has one."""
         self._owner = output_dir
-        """Directory of the run that made the checkpoint to resume.
+        """Directory of the run that made the checkpoint to resume; ``output_dir`` if there is none.
 
-        It is ``output_dir`` if there is none, or if it does not lie in a directory ``checkpoints``.
+        Of a checkpoint that does not lie in a directory ``checkpoints`` it is unknown: what lies beside the
+        checkpoint counts, and not what a former run left in ``output_dir``.
         """
-        if self._found is not None and self._found.path.resolve().parent.name == "checkpoints":
-            self._owner = self._found.path.resolve().parents[1]
+        if self._found is not None:
+            beside = self._found.path.resolve().parent
+            self._owner = beside.parent if beside.name == "checkpoints" else beside
         self.restored: Path | None = None
         """The checkpoint that the run resumed from."""
         self.resumed_at: int | None = None

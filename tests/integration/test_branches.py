@@ -1,15 +1,18 @@
 """Forks, and branches that a run has left: each has its own checkpoints, records and settings."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
     EvalConfig,
     GuardConfig,
+    ModelConfig,
     OptimizerConfig,
     SchedulerConfig,
     TrackingConfig,
@@ -17,12 +20,13 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardAction, GuardDecision
+from multitask_rl.models.actor import read_weights
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.jsonl import RECORDS, JsonlTracker
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
-from run_builders import JudgesAllGood, lines, run_config, train, write_run
+from run_builders import JudgesAllGood, build_actor, lines, run_config, train, write_run
 
 COPY = """
 tasks:
@@ -95,6 +99,18 @@ def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(pl
     there = {path.name for path in (place / "out" / "checkpoints").iterdir()}
     assert {"abandoned_1_step_00000002", "abandoned_1_step_00000004"} < there
     assert not (place / "out" / "reference" / "of another run").exists(), "the KL is not measured to it"
+
+
+def test_a_fork_from_a_checkpoint_alone_reads_nothing_of_the_run_that_output_dir_held(place):
+    train(config_of(place, "parent", 2))
+    alone = shutil.copytree(place / "parent" / "checkpoints" / "step_00000002", place / "kept" / "one")
+    build_actor(seed=5).save(place / "other" / "actor")
+    other = ModelConfig(name_or_path=str(place / "other" / "actor"))
+    train(config_of(place, "out", 2, model=other))
+    train(config_of(place, "out", 4, alone))
+    found, expected = (read_weights(place / name) for name in ("out/reference", "parent/reference"))
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])], "KL to another"
+    assert not (place / "out" / "events.jsonl").exists(), "no setting differs from those of its own run"
 
 
 def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_again(place, monkeypatch):

@@ -71,6 +71,63 @@ def test_adapters_that_travel_alone_are_merged_to_the_same_bits(dtype: torch.dty
     assert numbers == sum(p.numel() for p in actor.trainable_parameters()), "adapters alone"
 
 
+_MIXTRAL: dict[str, Any] = {
+    "vocab_size": 10,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_of_experts_are_merged_too(tmp_path: Path, dtype: torch.dtype) -> None:
+    """peft adapts the weights of all experts as one parameter, by layers that lie in one another."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    from multitask_rl.models.lora import add_adapters
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**_MIXTRAL)).to(dtype)
+    lora = LoraConfig(rank=2)
+    actor = Actor(add_adapters(model, lora), _actor(0, True).tokenizer, ModelConfig(lora=lora))
+    for name, parameter in actor.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    merged = actor.state_dict()
+    assert isinstance(merged, MergedWeights)
+    changed = {name.rpartition("layers.0.")[2] for name in merged if name in merged.adapters}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"} < changed
+    there = MergedWeights(merged.base, pickle.loads(pickle.dumps(merged.over({}).adapters)), merged.device)
+    there.to_device()
+    assert not [name for name, value in merged.items() if not torch.equal(there[name], value)]
+    actor.save_for_engine(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    ids = torch.tensor([[2, 5, 4, 3, 8, 9]])
+    if dtype is torch.float32:  # rounding to bfloat16 may choose other experts
+        with torch.no_grad():
+            expected, found = actor.model(input_ids=ids).logits, loaded(input_ids=ids).logits
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+def test_dropout_before_adapters_of_experts_is_refused_by_what_to_set() -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    from multitask_rl.models.lora import add_adapters
+
+    model = MixtralForCausalLM(MixtralConfig(**_MIXTRAL))
+    problem = r"model\.lora\.dropout=0\.1: .*; set it to 0, or .* some of k_proj, lm_head, o_proj, "
+    with pytest.raises(ConfigError, match=problem + "q_proj, v_proj$"):
+        add_adapters(model, LoraConfig(rank=2, dropout=0.1))
+
+
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 @pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])

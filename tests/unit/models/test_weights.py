@@ -3,8 +3,10 @@
 import json
 import weakref
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from model_builders import build_actor
 from multitask_rl.models import actor as actors
@@ -57,3 +59,20 @@ def test_many_files_hold_what_one_holds(tmp_path, monkeypatch):
     other = build_actor(seed=3)
     copy_weights(other.model, read_weights(tmp_path / "many"))
     assert torch.equal(next(other.model.parameters()), next(actor.model.parameters()))
+
+
+@pytest.mark.skipif("hrm_text" not in CONFIG_MAPPING_NAMES, reason="an older transformers")
+def test_weights_that_are_saved_as_one_lie_in_one_file(tmp_path, monkeypatch):
+    """Query, key, value and gate of HRM are one weight of its files."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    tokens = {"vocab_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = AutoConfig.for_model("hrm_text", num_key_value_heads=2, head_dim=8, **sizes, **tokens)
+    model = AutoModelForCausalLM.from_config(config)
+    weights = model.state_dict()
+    monkeypatch.setattr(actors, "FILE_BYTES", 6000)
+    stream = WeightStream(weights, lambda names: {name: weights[name] for name in names})
+    save_in_files(model, stream, tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert found.keys() == weights.keys()
+    assert not [name for name, value in weights.items() if not torch.equal(found[name], value)]
