@@ -90,6 +90,16 @@ class RolloutEngine:
     """Version of the weights in use."""
 
     @classmethod
+    def check(cls) -> None:
+        """Refuse, before the actor loads, what this machine cannot run. Default: nothing is refused.
+
+        With Ray it is not called: the machine of the engine may have what this one lacks.
+
+        Raises:
+            MissingExtraError: the engine's library is not installed.
+        """
+
+    @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> RolloutEngine:
         """Return an engine with the present weights of ``actor``.
 

@@ -155,7 +155,7 @@ def plan_run(
         ConfigError: tasks file, keys, devices, or an output directory that cannot be written.
         PluginError: an unknown or broken plugin.
         DataError: missing or empty data, or a row without a column of its prompt.
-        MissingExtraError: adapters without ``peft``.
+        MissingExtraError: adapters without ``peft``, or an engine without its library.
     """
     if not config.output_dir.strip():
         raise ConfigError(
@@ -205,6 +205,8 @@ def plan_run(
     )
     if engine is None:
         build_config(plan.engine_class, config.rollout.engine_config, where="rollout.engine_config")
+        if config.executor != "ray":
+            plan.engine_class.check()
     for name, spec in specs.items():
         _check_task(spec, plan)
         if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):

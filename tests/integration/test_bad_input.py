@@ -242,6 +242,12 @@ def test_a_benchmark_makes_real_steps_and_leaves_nothing_but_its_numbers(space, 
     assert main(["bench", "--multirun", *arguments]) == 2
 
 
+def test_a_missing_engine_is_told_before_the_actor_loads(space, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert run(space, "engineless", "rollout.engine=vllm", f"model.name_or_path={space / 'none'}") == 2
+    assert "pip install 'multitask-rl[vllm]'" in paragraph(capsys)
+
+
 def test_a_model_that_is_not_there_is_told(space, capsys):
     assert run(space, "out-model", "model.name_or_path=no/such/model") == 2
     assert "no/such/model" in paragraph(capsys)

