@@ -33,7 +33,6 @@ from multitask_rl.plugins import (
     TRACKERS,
     TRAINING_BACKENDS,
     absolute_reference,
-    build_config,
     load_plugin,
 )
 from multitask_rl.records import DatasetRecord
@@ -203,10 +202,15 @@ def plan_run(
         else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
         engine=engine,
     )
-    if engine is None:
-        build_config(plan.engine_class, config.rollout.engine_config, where="rollout.engine_config")
-        if config.executor != "ray":
-            plan.engine_class.check()
+    if engine is None and config.executor != "ray":
+        plan.engine_class.check()
+    rounds = engine is None and sampling_weights(plan.engine_class, config.rollout) == "bfloat16"
+    if rounds and config.model.dtype == "float16":
+        raise ConfigError(
+            "rollout.engine_config.weights=bfloat16 samples under bfloat16 autocast, which cannot be "
+            "combined with model.dtype=float16; set rollout.engine_config.weights=actor, or "
+            "model.dtype=float32 or bfloat16"
+        )
     for name, spec in specs.items():
         _check_task(spec, plan)
         if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):

@@ -75,7 +75,7 @@ class TaskState:
     former_definitions: Mapping[str, str] = field(default_factory=dict)
     """``definitions`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
-    """Of the step; they become events."""
+    """Of the step and of evaluations since the one before; they become events."""
     told_of_tools: bool = False
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
@@ -114,6 +114,8 @@ class TaskState:
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else None,
             "num_overlong": self.num_overlong,
+            "told_of_tools": self.told_of_tools,
+            "warnings": list(self.warnings),
             "held_out": fingerprint(self.eval_rows),
             "held_out_by": list(self.held_out_by),
             "refused_values": self.metrics.state_dict(),
@@ -157,6 +159,9 @@ class TaskState:
         if self.stream and stream:
             self.stream.load_state_dict(stream)
         self.num_overlong = state["num_overlong"]
+        # a change of world or prompt is looked at anew
+        self.told_of_tools |= state.get("told_of_tools", False) and not self.is_redefined()
+        self.warnings[:] = state.get("warnings", ())
         self.choose_held_out(state["held_out_by"])
         if fingerprint(self.eval_rows) != state["held_out"]:
             logger.warning(
@@ -173,11 +178,18 @@ class TaskState:
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 
-    def control(self, stats: TaskStats, step: int) -> list[Event]:
-        """Update KL controller and multipliers by the step; return their events and ``warnings``."""
-        name = self.spec.name
-        events = [Event(step=step, source="rewards", kind="warn", reason=w, task=name) for w in self.warnings]
+    def take_warnings(self, step: int) -> list[Event]:
+        """Return ``warnings`` as events of ``step``, once."""
+        told = [
+            Event(step=step, source="rewards", kind="warn", reason=warning, task=self.spec.name)
+            for warning in self.warnings
+        ]
         self.warnings.clear()
+        return told
+
+    def control(self, stats: TaskStats, step: int) -> list[Event]:
+        """Update KL controller and multipliers by the step; return their events."""
+        name, events = self.spec.name, list[Event]()
         if "kl" in stats.metrics:
             events += [replace(event, task=name) for event in self.kl.update(stats.metrics["kl"], step)]
         for constraint, multiplier in self.multipliers.items():

@@ -370,9 +370,10 @@ class Trainer:
         if self.guard is not None:
             self.guard.record_step(step, stats)
         events += [*self.scorer.health_events(step), *parts.engine.health_events(step)]
-        for name, own in stats.items():
-            if own.num_prompts:
-                events += self.tasks[name].control(own, step)
+        for name, task in self.tasks.items():
+            events += task.take_warnings(step)
+            if name in stats and stats[name].num_prompts:
+                events += task.control(stats[name], step)
         supervisor.note(events)
         recorded = some_of_each(drawn, self.config.tracking.store_rollouts)
         if parts.trackers.record_rollouts:

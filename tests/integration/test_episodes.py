@@ -13,7 +13,7 @@ import torch
 
 from multitask_rl.boundary.interrupts import stopping_on_signals
 from multitask_rl.cli import main
-from multitask_rl.config.run import BatchConfig, EvalConfig, GuardConfig, RolloutConfig
+from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, GuardConfig, RolloutConfig
 from multitask_rl.tracking.jsonl import rollout_from_dict
 from run_builders import (
     ECHO,
@@ -278,6 +278,22 @@ def test_tools_are_called_and_the_reward_has_components(constrained):
     assert told.startswith("the prompt does not name add: the model's chat template shows no tools"), (
         "the actor cannot know them"
     )
+
+
+def test_a_resumed_run_warns_of_hidden_tools_as_the_undisturbed_one_does(tmp_path):
+    """The first evaluation finds it, the checkpoint of step 0 holds it, and step 1 tells it, once."""
+    held = TOOL.replace("tool:", "held:") + "    evaluation_only: true\n"
+    write(tmp_path, "tasks:" + TOOL + held)
+    every = CheckpointConfig(every=1)
+    train(run_config(tmp_path, "out", 2, checkpoint=every))
+    whole = lines(tmp_path / "out", "events.jsonl")
+    warned = [json.loads(line)["task"] for line in whole if "shows no tools" in line]
+    assert warned == ["tool", "held"], "also of a task that is evaluated only"
+    for step in (1, 0):
+        back = CheckpointConfig(every=1, resume=str(tmp_path / f"out/checkpoints/step_0000000{step}"))
+        train(run_config(tmp_path, "out", 2, checkpoint=back))
+        told = [line for line in lines(tmp_path / "out", "events.jsonl") if '"changed"' not in line]
+        assert told == whole
 
 
 @pytest.mark.parametrize("mode", ["reject", "penalty", "lagrangian"])

@@ -141,3 +141,14 @@ def test_a_run_without_held_out_prompts_is_told(tmp_path, number) -> None:
     plan = plan_run(RunConfig(tasks={"t": task}, eval=EvalConfig(num_prompts=number)))
     told = training_warnings(plan, ["t"], None)
     assert [text.partition(":")[0] for text in told] == ["eval.num_prompts=0"] * (number == 0)
+
+
+def test_sampling_in_bfloat16_from_float16_weights_is_refused_by_its_name(tmp_path) -> None:
+    tasks = {"t": {"dataset": str(tmp_path / "t.jsonl"), "rewards": ["length"]}}
+    (tmp_path / "t.jsonl").write_text('{"prompt": "a"}\n' * 20)
+    halved = RolloutConfig(engine_config={"weights": "bfloat16"})
+    config = RunConfig(
+        tasks=tasks, output_dir=str(tmp_path / "out"), rollout=halved, model=ModelConfig(dtype="float16")
+    )
+    with pytest.raises(ConfigError, match=r"^rollout\.engine_config\.weights=bfloat16 .*float16"):
+        plan_run(config)
