@@ -92,7 +92,7 @@ class Guard:
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers to log after every evaluation, as ``guard/<name>``."""
+        """Return numbers to log after every evaluation, by their whole names: ``guard/<name>``."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

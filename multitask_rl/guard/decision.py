@@ -32,7 +32,7 @@ class CheckpointInfo:
     """A checkpoint on disk: its step, and whether its weights were judged good."""
 
     step: int
-    """Optimizer steps of the run at the time of writing."""
+    """Training steps made at the time of writing."""
     judged_good: bool | None = None
     """``GuardDecision.judged_good`` of the evaluation of exactly these weights; None = not evaluated."""
 

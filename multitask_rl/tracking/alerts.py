@@ -1,4 +1,4 @@
-"""Alerts: events of the guard and alarms of any controller, as a log line and to a webhook.
+"""Alerts: events of the guard, alarms of any controller, a failed run; as a log line and to a webhook.
 
 A server that hangs or refuses costs alerts, never the run.
 """
