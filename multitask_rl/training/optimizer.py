@@ -94,7 +94,7 @@ class ActorCriticOptimizer:
             weight_decay=config.weight_decay,
         )
         self.scales_loss = scales_loss
-        self._scale = FIRST_SCALE if scales_loss else 1.0
+        self._first_scale = self._scale = FIRST_SCALE if scales_loss else 1.0
         self._sharing = StateSharing(actor, critic)
 
     def share_out(self, sharing: StateSharing) -> None:
@@ -187,6 +187,7 @@ class ActorCriticOptimizer:
             state.setdefault(parameter, {})[key] = value
         self._adamw.state.clear()
         self._masters.clear()
+        self._scale = self._first_scale  # of a state from before the first update
         for parameter, values in state.items():
             scale = values.pop(LOSS_SCALE, None)
             if self.scales_loss and scale is not None:

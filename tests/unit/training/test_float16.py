@@ -93,6 +93,16 @@ def test_the_scale_is_part_of_the_saved_state():
     assert other.main.optimizer.loss_scale == bench.main.optimizer.loss_scale
 
 
+def test_a_state_from_before_the_first_update_begins_with_the_first_scale():
+    """A rollback to it goes on as a resume from it does."""
+    bench = Bench(actor=half_actor())
+    first = bench.main.optimizer.loss_scale
+    bench.update(sample_scored(build_actor(), groups=2), HUGE)
+    assert bench.main.optimizer.loss_scale < first
+    bench.backend.load_optimizer({}, parameters_of(bench))
+    assert bench.main.optimizer.loss_scale == first
+
+
 def test_ranks_scale_alike():
     scored = sample_scored(build_actor(), groups=2)
     alone = Bench(actor=half_actor())
