@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import psutil
-
 from multitask_rl.errors import SandboxError
 from multitask_rl.sandbox.base import Limits
 
@@ -107,8 +105,22 @@ class CellCgroup:
 
 
 def descendants(root: int) -> set[int]:
-    """Return the ids of the processes that descend from the process ``root``."""
-    try:
-        return {child.pid for child in psutil.Process(root).children(recursive=True)}
-    except psutil.NoSuchProcess:
-        return set()
+    """Return the ids of the processes that descend from the process ``root``.
+
+    It reads ``/proc`` itself: the sandbox imports the standard library alone, so that an interpreter without
+    the packages of this project can run it.
+    """
+    children: dict[int, list[int]] = {}
+    for directory in Path("/proc").iterdir():
+        if directory.name.isdigit():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                fields = (directory / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(directory.name))
+    found: set[int] = set()
+    waiting = [root]
+    while waiting:
+        for child in children.get(waiting.pop(), []):
+            if child not in found:
+                found.add(child)
+                waiting.append(child)
+    return found
