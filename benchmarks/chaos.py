@@ -64,7 +64,7 @@ from multitask_rl.training.checkpoint import CheckpointStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
 
-from run_builders import build_actor, lines, run_config, write_run
+from run_builders import IS_CLOCKED, build_actor, lines, run_config, write_run
 
 STEPS = 4
 """Of a run, unless ``--steps`` says otherwise."""
@@ -86,7 +86,8 @@ OF_RAY, NOT_OF_RAY = ("cluster",), ("start",)
 AGENTS = (b"ray::DashboardAgent", b"ray::RuntimeEnvAgent")
 """They tell a dead server of their end first, and give up after a minute: a constant of Ray 2.60."""
 REPEATED = ("step", "save", "evaluation", "judging")
-CLOCKED = ("time", "_per_s", "seconds", "_s", "cache", "utilisation", "waits_for", "memory", "system/")
+CACHED = ("/reward_cache_hits",)
+"""Endings of names that a kill changes: the cache keeps what the killed attempt scored."""
 RECORDS = ("metrics.jsonl", "events.jsonl", "evaluations.jsonl", "rollouts.jsonl")
 KINDS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGINT", "child", "sandbox", "sandbox")
 """What is sent to the trainer, or the kind of process below it that is killed."""
@@ -284,7 +285,7 @@ def contents(output: Path, steps: int) -> dict[str, Any]:
         "weights": (last / "actor" / "model.safetensors").read_bytes(),
         "tensors": (last / "tensors.safetensors").read_bytes(),
     }
-    found.update({name: lines(output, name, without=CLOCKED) for name in RECORDS if (output / name).exists()})
+    found.update({name: lines(output, name, without=CACHED) for name in RECORDS if (output / name).exists()})
     # a replica that was lost or joined is not part of what the run makes
     events = [line for line in found.get("events.jsonl", ()) if json.loads(line)["source"] != "engine"]
     found["events.jsonl"] = events
@@ -313,8 +314,8 @@ def _mlflow(output: Path) -> dict[str, Any]:
         if name.endswith("/rewards_per_s") or "wait" in name:
             continue
         for point in client.get_metric_history(run.info.run_id, name):
-            is_clocked = any(word in name for word in CLOCKED)
-            points[name, point.step, 0.0 if is_clocked else point.value] += 1
+            is_left_out = IS_CLOCKED.match(name) or name.endswith(CACHED)
+            points[name, point.step, 0.0 if is_left_out else point.value] += 1
     parameters = {k: v for k, v in run.data.params.items() if "output_dir" not in k}
     left_out = ("mlflow.", "multitask_rl.", "event.engine.")
     tags = {k: v for k, v in run.data.tags.items() if not k.startswith(left_out)}

@@ -226,13 +226,19 @@ def weights_hash(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def lines(directory: Path, name: str, *, without: tuple[str, ...] = ("time",)) -> list[str]:
-    """Return the lines of a JSONL file without what depends on the clock."""
+IS_CLOCKED = re.compile(
+    r"(time|system|memory|utilisation|waits_for|train/ranks)/|(time|seconds)$|.*(_s|/seconds_per_step)(/|$)"
+)
+"""Names, matched from their beginning, of what the clock or the machine decides."""
+
+
+def lines(directory: Path, name: str, *, without: tuple[str, ...] = ()) -> list[str]:
+    """Return the lines of a JSONL file without what the clock decides and names that end in ``without``."""
     rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
-    return [
-        json.dumps({k: v for k, v in row.items() if not any(w in k for w in without)}, sort_keys=True)
-        for row in rows
+    kept = [
+        {k: v for k, v in row.items() if not IS_CLOCKED.match(k) and not k.endswith(without)} for row in rows
     ]
+    return [json.dumps(row, sort_keys=True) for row in kept]
 
 
 def assert_episodes_keep_their_limits(rows, tokenizer):

@@ -45,7 +45,6 @@ tasks:
     constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3}]
 """
 KIND = ("vendor_id", "cpu family", "model")
-CLOCK = ("system/", "time", "second", "memory", "/s", "_s", "overlap", "utilisation", "waits_for")
 
 
 def machine() -> str:
@@ -67,9 +66,7 @@ def run(directory: Path) -> tuple[list[dict[str, float]], str]:
         checkpoint=replace(config.checkpoint, every=10),
     )
     trainer = train(config)
-    lines = (directory / "out" / "metrics.jsonl").read_text().splitlines()
-    rows = [{k: v for k, v in json.loads(line).items() if not any(c in k for c in CLOCK)} for line in lines]
-    return rows, weights_hash(trainer)
+    return [json.loads(line) for line in lines(directory / "out", "metrics.jsonl")], weights_hash(trainer)
 
 
 def test_the_run_is_the_recorded_one(tmp_path) -> None:
@@ -90,7 +87,7 @@ def test_the_rows_that_an_engine_computes_together_change_no_weight(tmp_path) ->
     for tokens in (4096, 48):  # all rows at once, or one to three
         config = run_config(tmp_path, str(tokens), 6)
         trainer = train(replace(config, rollout=replace(config.rollout, max_batch_tokens=tokens)))
-        found[tokens] = lines(tmp_path / str(tokens), "metrics.jsonl", without=CLOCK), weights_hash(trainer)
+        found[tokens] = lines(tmp_path / str(tokens), "metrics.jsonl"), weights_hash(trainer)
     assert found[4096] == found[48]
 
 
