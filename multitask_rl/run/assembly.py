@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
 
 from multitask_rl.config.devices import actor_devices
@@ -34,6 +36,7 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.run.teachers import load_teachers
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.seeding import derive_seed
 from multitask_rl.statistics.definitions import metric_names
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.experience import ExperienceSource
@@ -117,6 +120,8 @@ def build_parts(
     """
     config = plan.config
     torch.manual_seed(config.seed)
+    random.seed(derive_seed(config.seed, "python"))
+    np.random.seed(derive_seed(config.seed, "numpy") % 2**32)
     traits = scorer.reward_traits()
     for name, task in tasks.items():
         task.metrics.declare(traits.get(name, {}))

@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,10 +87,13 @@ def records_of(directory, last=5):
 def test_the_same_seed_gives_the_same_run_twice_and_another_seed_another(finished):
     """A run of 2 steps is as the first 2 of 5; resumed, it equals the uninterrupted one."""
     directory, whole = finished
+    for seed in (random.seed, np.random.seed):
+        seed()  # as another process begins
     second = train(run_config(directory, "parts", 2))
     assert records_of(directory / "parts") == records_of(directory / "whole", last=2)
     state = whole.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000002")
     same = second.parts.store.checkpoints.load(directory / "parts/checkpoints/step_00000002")
+    assert same.state["random"] == state.state["random"]
     assert same.tensors.keys() == state.tensors.keys()
     assert [n for n, tensor in state.tensors.items() if not torch.equal(same.tensors[n], tensor)] == []
     assert weights_hash(train(run_config(directory, "other", 2, seed=1))) != weights_hash(second)
