@@ -50,6 +50,8 @@ class Experience:
     """The records to train on."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """Per task: ``staleness`` (mean, in updates), ``carried_over`` and ``dropped_stale`` (groups)."""
+    shortfall: dict[str, int] = field(default_factory=dict)
+    """Groups per task that the next quotas give back."""
 
 
 @dataclass(slots=True)
@@ -125,6 +127,8 @@ class ExperienceSource:
     def next(self, step: int) -> Experience:
         """Return the experience of ``step``; begin to sample the following steps that may be sampled now.
 
+        Call ``take`` when learning from it begins: ``rewind`` undoes its draws until then.
+
         Raises:
             EngineError: the engine failed.
             RewardError: a task's error budget is spent.
@@ -142,8 +146,12 @@ class ExperienceSource:
         self._fill(batch.experience, batch.sampled.result())
         if len(self._ahead) == 1:
             self._rollout.engine.sleep()
-        self._ahead.popleft()  # last: ``rewind`` undoes the draws until then
         return batch.experience
+
+    def take(self) -> None:
+        """Keep the draws of the experience that ``next`` returned; the next quotas make up its shortfall."""
+        experience = self._ahead.popleft().experience
+        self._scheduler.carry_over(experience.shortfall, sum(experience.quotas.values()))
 
     def wait_for_sampling(self) -> None:
         """Wait until the engine is idle; after a signal, batches under way are not sampled to their end."""
@@ -276,7 +284,7 @@ class ExperienceSource:
         return sampled
 
     def _fill(self, experience: Experience, first: _Sampled) -> None:
-        """Collect what the step learns from; tell the scheduler which groups a task was short of."""
+        """Collect what the step learns from, and which groups a task was short of."""
         passes: list[_Sampled] = []
         own: set[str] = set()
         """Ids of the groups that the step has drawn."""
@@ -320,10 +328,9 @@ class ExperienceSource:
         entitled.update(carried + dropped)
         entitled.subtract(num_late())
         if self._config.batch.refill_rounds:
-            shortfall = self._refill.shortfall(experience.kept, entitled)
+            experience.shortfall = self._refill.shortfall(experience.kept, entitled)
         else:  # groups without a gradient are not given back, those that were too late are
-            shortfall = dict(dropped)
-        self._scheduler.carry_over(shortfall, sum(quotas.values()))
+            experience.shortfall = dict(dropped)
         self._late += [sampled for sampled in passes if sampled.rewards.open_groups]
         if self._config.batch.quorum < 1.0:
             for name in quotas:

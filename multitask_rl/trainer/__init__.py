@@ -343,6 +343,7 @@ class Trainer:
 
     def _finish_step(self, parts: RunParts, experience: Experience) -> StepReport:
         """Learn from the experience; let the controllers decide."""
+        parts.experience.take()
         step, timeline, supervisor = self.step, parts.timeline, parts.supervisor
         quotas, drawn = experience.quotas, experience.drawn
         parts.evaluator.tally.note(drawn)

@@ -21,13 +21,14 @@ from multitask_rl.config.run import (
     EvalConfig,
     GuardConfig,
     ModelConfig,
+    RolloutConfig,
     recorded_config,
 )
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.trainer import Trainer
-from run_builders import run_config, write_run
+from run_builders import lines, run_config, train, write_run
 
 TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
 PLUGINS = {
@@ -337,6 +338,43 @@ def test_a_signal_between_two_stages_loses_no_step(space, between):
     assert max((directory / "checkpoints").glob("step_*")).name == "step_00000002"
     assert steps_of(directory) == 2
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_signal_after_sampling_skips_no_prompt(space, staleness):
+    later = {"checkpoint": CheckpointConfig(every=100), "eval": EvalConfig(every=100, num_prompts=2)}
+    later["rollout"] = RolloutConfig(max_new_tokens=4, max_staleness=staleness)
+
+    class Interrupted(Trainer):
+        def train_step(self):
+            """Let a signal come when the batch of a step is there."""
+            source = self.parts.experience
+
+            def begin(step):
+                experience = type(source).next(source, step)
+                if step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return experience
+
+            source.next = begin
+            return super().train_step()
+
+    with pytest.raises(KeyboardInterrupt):
+        Interrupted.from_config(run_config(space, f"sampled_{staleness}", 4, **later)).train()
+    assert steps_of(space / f"sampled_{staleness}") == 2
+    for name in (f"sampled_{staleness}", f"unsampled_{staleness}"):
+        train(run_config(space, name, 4, **later))
+    found, whole = (f"{name}_{staleness}" for name in ("sampled", "unsampled"))
+    drawn, expected = (prompts_of(space / name) for name in (found, whole))
+    assert len(drawn) > 8
+    assert all(one == other for one, other in zip(drawn, expected, strict=False))
+    if not staleness:  # with it the resumed run has newer weights to sample from
+        assert lines(space / found, "metrics.jsonl") == lines(space / whole, "metrics.jsonl")
+
+
+def prompts_of(directory):
+    rows = [json.loads(line) for line in (directory / "rollouts.jsonl").read_text().splitlines()]
+    return list(dict.fromkeys((row["prompt_id"], row["prompt"]) for row in rows))
 
 
 def test_a_directory_is_one_runs_until_its_process_ends(space, capsys):
