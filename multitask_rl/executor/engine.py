@@ -98,7 +98,6 @@ class RayEngine(RolloutEngine):
         seed: int,
         output_dir: Path,
         ray: RayConfig,
-        num_cpus: float = 1.0,
     ) -> None:
         directory = (output_dir / "ray_start").resolve()
         actor.save_for_engine(directory)
@@ -155,7 +154,7 @@ class RayEngine(RolloutEngine):
             "rollout replica",
             lambda index: EngineReplica(partial(build, index), beat_s),
             ray.num_engines,
-            num_cpus=num_cpus,
+            num_cpus=1.0,
             num_gpus=num_gpus,
             started=number,
         )

@@ -276,9 +276,9 @@ def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
 class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``.
 
-    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine; with
-    ``is_here`` on the node of this process. The first ``started`` of them (default: all) are started at once,
-    the others by ``replace``.
+    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine, where none
+    waits for CPUs; with ``is_here`` on the node of this process. The first ``started`` of them (default: all)
+    are started at once, the others by ``replace``.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -324,6 +324,8 @@ class ActorGroup:
         """By index: a reference that is ready when the actor's process runs."""
         self.causes: dict[int, str] = {}
         """By index, the newest last: what Ray says of the last death of an actor."""
+        if ActorGroup._session is not None:
+            num_cpus = 0.0  # all parts share the cores of this machine, as they do without Ray
         number = size if started is None else min(started, size)
         try:
             _check_room(f"{number} x {name}", {"CPU": number * num_cpus, "GPU": number * num_gpus})

@@ -168,7 +168,7 @@ class DealtRound(Generic[T]):
 
 
 class RayScorer:
-    """Reward pools in Ray actors with one CPU each; rollouts are dealt out in turn.
+    """Reward pools in Ray actors; rollouts are dealt out in turn.
 
     Each pool watches the error budget of its own share. A restarted pool continues from the last known state.
     ``make`` builds the pool of actor ``index``, not started.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,16 +145,7 @@ def build_parts(
                 build_engine, plan.engine_class, copies=plan.samples_from_copy
             )
             if config.executor == "ray":
-                cores = 1.0
-                if "RAY_ADDRESS" not in os.environ:  # this machine alone: replicas share what pools leave
-                    left = max(0.5, (os.cpu_count() or 1) - config.ray.num_reward_pools)
-                    cores = min(1.0, left / config.ray.num_engines)
-                build = partial(
-                    RayEngine,
-                    plan.engine_class,
-                    ray=config.ray,
-                    num_cpus=cores,
-                )
+                build = partial(RayEngine, plan.engine_class, ray=config.ray)
             engine = build(actor, config.rollout, seed=config.seed, output_dir=plan.output_dir)
             closing.callback(engine.close)
         active = scheduler.active if plan.trained else ()

@@ -82,7 +82,8 @@ def test_actors_get_as_much_of_a_busy_cpu_as_the_trainer_that_waits_for_them(tmp
     monkeypatch.setenv("RAY_TMPDIR", sessions)
     monkeypatch.delenv("RAY_worker_niceness", raising=False)
     try:
-        group = ActorGroup("replica", lambda _: os, 1, num_cpus=1.0, num_gpus=0.0)
+        # on the cluster of this machine alone parts share the cores: none waits for more than there are
+        group = ActorGroup("replica", lambda _: os, 1, num_cpus=2.0 * os.cpu_count(), num_gpus=0.0)
         other = ActorGroup("pool", lambda _: os, 0, num_cpus=0.0, num_gpus=0.0)
         other.close()
         other.close()  # counts once: the cluster ends with the last group

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
+import signal
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +43,9 @@ def test_two_ranks_give_what_one_gives_and_take_every_update(tmp_path: Path) -> 
     try:
         assert torch.get_num_threads() == threads, "the trainer keeps its threads"
         assert len(_ranks()) == 2
+        for number in (signal.SIGINT, signal.SIGHUP):  # a terminal sends them to all processes of a command
+            for rank in _ranks():
+                os.kill(int(rank.pid or 0), number)
         assert_engine_contract(engine, model, tokenizer)
         assert engine._loader.is_proven, "the contract's updates were made by copies alone, on both ranks"
         weights = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}

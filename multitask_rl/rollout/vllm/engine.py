@@ -129,7 +129,7 @@ class VLLMEngine(RolloutEngine):
 
         Raises:
             ConfigError: vLLM cannot scale positions as the actor does.
-            EngineError: vLLM samples another policy after a reload of the same weights.
+            EngineError: vLLM does not take the actor's weights, or reloads the same weights wrongly.
         """
         rope = getattr(actor.model.config.get_text_config(), "rope_parameters", None) or {}
         if rope.get("rope_type") == "dynamic":
@@ -140,17 +140,23 @@ class VLLMEngine(RolloutEngine):
             )
         directory = actor.save_for_engine(output_dir / "vllm_start")
         engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
-        began = engine._loader.probe()
-        engine.update_weights(actor.state_dict(), actor.policy_version)
-        if actor.engine_start is None:  # else it began with older weights
-            difference = max(abs(a - b) for a, b in zip(began, engine._loader.probe(), strict=True))
-            if not difference <= _MOST_RELOADED:
-                engine.close()
-                raise EngineError(
-                    f"after vLLM reloads the weights that it began with, log-probabilities of "
-                    f"{type(actor.model).__name__} differ by {difference:.2g} nats: it would not sample the "
-                    "policy that is trained. Set rollout.engine=hf"
-                )
+        try:
+            began = engine._loader.probe()
+            try:
+                engine.update_weights(actor.state_dict(), actor.policy_version)
+            except EngineError as error:
+                raise EngineError(f"{error}. Set rollout.engine=hf") from error
+            if actor.engine_start is None:  # else it began with older weights
+                difference = max(abs(a - b) for a, b in zip(began, engine._loader.probe(), strict=True))
+                if not difference <= _MOST_RELOADED:
+                    raise EngineError(
+                        f"after vLLM reloads the weights that it began with, log-probabilities of "
+                        f"{type(actor.model).__name__} differ by {difference:.2g} nats: it would not sample "
+                        "the policy that is trained. Set rollout.engine=hf"
+                    )
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:

@@ -119,9 +119,11 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 worker_extension_cls="multitask_rl.rollout.vllm.worker.WeightReceiver",
                 **arguments,
             )
-            if on_cpu and num_workers_elsewhere(config):
-                llm.collective_rpc("stay_eager")
-                llm.collective_rpc("unlink_memory")
+            if num_workers_elsewhere(config):
+                llm.collective_rpc("ignore_terminal")
+                if on_cpu:
+                    llm.collective_rpc("stay_eager")
+                    llm.collective_rpc("unlink_memory")
             # this process's ends of the queues to and from the ranks
             core = getattr(llm.llm_engine.engine_core, "engine_core", None)
             executor = getattr(core, "model_executor", None)

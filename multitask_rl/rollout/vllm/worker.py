@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import signal
 from collections.abc import Mapping, Sequence
 from math import prod
 from multiprocessing.reduction import ForkingPickler
@@ -38,6 +39,11 @@ class WeightReceiver:
     def stay_eager(self) -> None:
         """Disable ``torch.compile`` in this process: one kernel would take up to 14 s."""
         torch.compiler.set_stance("force_eager")
+
+    def ignore_terminal(self) -> None:
+        """Ignore Ctrl-C and the end of a terminal in this process: the trainer answers them, and saves."""
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
 
     def unlink_memory(self) -> None:
         """Remove the names of the memory that vLLM's CPU ranks share: a killed rank would leave it."""

@@ -2,12 +2,17 @@
 
 import json
 import multiprocessing
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from model_builders import build_actor
+from multitask_rl.config.run import RolloutConfig
 from multitask_rl.errors import EngineError
+from multitask_rl.rollout.vllm.engine import VLLMEngine
 from multitask_rl.rollout.vllm.weights import WeightLoader
 from multitask_rl.rollout.vllm.worker import SharedWeights, WeightReceiver
 
@@ -53,3 +58,25 @@ def test_keys_and_values_of_old_weights_are_not_kept_in_silence() -> None:
     llm = SimpleNamespace(collective_rpc=lambda method, args: [""], reset_prefix_cache=lambda: False)
     with pytest.raises(EngineError, match="prefixes of the old weights"):
         WeightLoader(llm, lambda: [0.0], num_elsewhere=0).load({"weight": torch.ones(1)})
+
+
+class _Refuses(VLLMEngine):
+    """Started, with a model of which vLLM does not know the names of weights."""
+
+    last: Any = None
+
+    def __init__(self, *_arguments: Any, **_options: Any) -> None:
+        self._loader: Any = SimpleNamespace(probe=lambda: [0.0])
+        _Refuses.last, self.is_closed = self, False
+
+    def update_weights(self, weights: Any, policy_version: int) -> None:
+        raise EngineError("vLLM cannot take the weights: ValueError: no module named 'layers.0.mlp'")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_model_whose_weights_vllm_does_not_take_ends_the_start_with_what_to_set(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"layers\.0\.mlp'\. Set rollout\.engine=hf$"):
+        _Refuses.build(build_actor(), RolloutConfig(), seed=0, output_dir=tmp_path)
+    assert _Refuses.last.is_closed
