@@ -134,5 +134,5 @@ class GRPO(Algorithm):
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)
 
     def forget(self, redefined: Collection[str]) -> None:
-        """Measure the scales of the rewards and costs anew."""
+        """Begin the running scales of ``redefined`` anew."""
         self._scales |= {signal: RunningScale() for signal in redefined}

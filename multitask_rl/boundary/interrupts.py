@@ -1,7 +1,7 @@
 """Signals that end a run: SIGINT, SIGTERM and SIGHUP raise an exception, and the run saves its state.
 
-The update in progress is finished first, and what lies between two stages of a run. A second signal does not
-wait.
+The first signal waits for the update in progress and its records: it raises where sampling or an evaluation
+begins. A second signal raises at once.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def finishing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def between_stages() -> Iterator[None]:
-    """Delay a signal to the next block of ``interruptible``, which saves what was learned."""
+    """Delay the first signal to the next block of ``interruptible``; a second signal raises at once."""
     _waiting.is_between = True
     try:
         yield
@@ -103,7 +103,7 @@ def between_stages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let a signal raise, also one that waits, inside of ``between_stages``."""
+    """Let signals raise in this part of a block of ``between_stages``; one that waits raises at the start."""
     is_between, _waiting.is_between = _waiting.is_between, False
     try:
         check_interrupt()
@@ -113,12 +113,12 @@ def interruptible() -> Iterator[None]:
 
 
 def is_interrupted() -> bool:
-    """Return whether a signal waits for the end of a block."""
+    """Return whether a delayed signal has not raised yet."""
     return _waiting.number is not None
 
 
 def check_interrupt() -> None:
-    """Raise ``Terminated`` for a signal that waits; not inside of a block that delays it."""
+    """Raise ``Terminated`` if a delayed signal waits. Inside of a block that delays signals, do nothing."""
     if _waiting.depth or _waiting.is_between or _waiting.number is None:
         return
     _waiting.raised, _waiting.number = _waiting.number, None

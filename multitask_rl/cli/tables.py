@@ -91,9 +91,10 @@ def ruled(rows: Sequence[Sequence[str]]) -> str:
 
 
 def effects_table(effects: Mapping[str, Mapping[str, Mapping[str, Any]]], change: str) -> str:
-    """Return the matrix trained task -> task -> a row with ``change``, ``low``, ``high`` and ``verdict``.
+    """Return a text table of ``effects``: one row per trained task, one column per measured task.
 
-    A dash stands where there is no such row.
+    ``effects[trained][measured]`` has the difference under the key ``change``, and ``low``, ``high`` and
+    ``verdict``. Where it is missing, the table has a dash.
     """
     tasks = list(dict.fromkeys(task for own in effects.values() for task in own))
     marks = {"better": " +", "worse": " -"}

@@ -51,7 +51,7 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
 
 
 def smallest_number(limit: float) -> float:
-    """Return how many responses without a violation prove ``limit`` (0.05: 59); infinite for 0."""
+    """Return how many responses without a violation prove ``limit`` at 95 % (0.05: 59); infinite for 0."""
     if limit <= 0:
         return math.inf
     return 1 if limit >= 0.95 else math.ceil(math.log(0.05) / math.log1p(-limit))

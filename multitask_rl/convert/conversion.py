@@ -66,7 +66,7 @@ class Conversion:
         self._read: set[str] = set()
 
     def get(self, option: str) -> Any:
-        """Return the option's value: as given, else the source's default."""
+        """Return the option's value: as given, else the source's default. The option counts as read."""
         self._read.add(option)
         value = self.given.get(option)
         return self._defaults.get(option) if value is None else value

@@ -276,9 +276,9 @@ def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
 class ActorGroup:
     """``size`` actors that each hold an object made by ``make(index)``.
 
-    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine, where none
-    waits for CPUs; with ``is_here`` on the node of this process. The first ``started`` of them (default: all)
-    are started at once, the others by ``replace``.
+    They live in the running cluster (``RAY_ADDRESS``), or in one that is started on this machine, where they
+    reserve no CPUs. With ``is_here`` they live on the node of this process. The first ``started`` of them
+    (default: all) are started at once, the others by ``replace``.
 
     Raises:
         MissingExtraError: Ray is not installed.

@@ -59,7 +59,8 @@ class RegressionDetector:
     shortfalls below it, less half the relevant drop each: noise cancels, a real drop adds up.
 
     With ``m`` the demonstrated value before the evaluation, ``x`` its mean and ``s`` the smoothed standard
-    error: ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``, alarm when ``S > h``.
+    error: ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``. The alarm comes when ``S``
+    exceeds ``limit()`` after the warm-up. ``DetectorSettings`` has the drop and the other settings.
 
     Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with ``m`` estimated on the
     way.

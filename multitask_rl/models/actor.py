@@ -47,7 +47,7 @@ _FLASH = {
 
 
 FILE_BYTES = 4 * 2**30
-"""Of a file of weights that are in parts, at most; a block of modules may have more."""
+"""Most bytes of a file of weights; a file may have more where it would end inside a block of modules."""
 _LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of weights, by their names in a configuration."""
@@ -284,7 +284,7 @@ def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
 
 
 def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
-    """Return ``saved`` [V, ...] with ``number`` rows; new rows are the mean of the old, or 0 if ``blank``."""
+    """Cut ``saved`` [V, ...] or fill it up to ``number`` rows: by the mean of the old, or 0 if ``blank``."""
     missing = number - saved.shape[0]
     if missing <= 0:
         return saved[:number]

@@ -185,7 +185,7 @@ def _above(layer: Any) -> Any:
 
 
 def _parameter_of(layer: Any) -> str | None:
-    """Return the name of the parameter that a layer of peft adapts alone (weights of all experts)."""
+    """Return the parameter's name if a layer of peft adapts a parameter (all experts' weights), else None."""
     name: str | None = getattr(layer, "parameter_name", None)
     return name
 

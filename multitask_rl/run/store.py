@@ -92,10 +92,10 @@ class RunStore:
         self.reference_dir = output_dir / "reference"
         """Weights of the reference policy at the start of the run, if it has one."""
         self._owner = output_dir
-        """Directory of the run that made the checkpoint to resume; ``output_dir`` if there is none.
+        """Directory of the run that made the checkpoint to resume; ``output_dir`` without a checkpoint.
 
-        Of a checkpoint that does not lie in a directory ``checkpoints`` it is unknown: what lies beside the
-        checkpoint counts, and not what a former run left in ``output_dir``.
+        For a checkpoint outside of a directory ``checkpoints`` (a copy), it is the directory that the
+        checkpoint lies in: ``output_dir`` may hold files of another run.
         """
         if self._found is not None:
             beside = self._found.path.resolve().parent

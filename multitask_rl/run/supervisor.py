@@ -65,9 +65,10 @@ class Supervisor:
             self.trackers.log_event(event)
 
     def inspect(self, *, last: bool = False) -> bool:
-        """Evaluate, judge and save what is due at this step, all if it is the ``last``; False if rolled back.
+        """Evaluate, judge and save what is due at this step; return False if the run was rolled back.
 
-        A signal is heard while it evaluates only: an evaluation is recorded and saved with its effects.
+        With ``last``, and at the start of a run or fork, all of it is due. In ``Trainer.train`` a signal
+        interrupts the evaluation, but waits for its records and the checkpoint.
 
         Raises:
             GuardStop: the guard ended the run.

@@ -75,7 +75,7 @@ class TaskState:
     former_definitions: Mapping[str, str] = field(default_factory=dict)
     """``definitions`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
-    """Of the step and of evaluations since the one before; they become events."""
+    """Texts since the last ``take_warnings``, which makes events of them."""
     told_of_tools: bool = False
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
@@ -188,7 +188,7 @@ class TaskState:
         return told
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:
-        """Update KL controller and multipliers by the step; return their events."""
+        """Update KL controller and multipliers from the KL and costs in ``stats``; return their events."""
         name, events = self.spec.name, list[Event]()
         if "kl" in stats.metrics:
             events += [replace(event, task=name) for event in self.kl.update(stats.metrics["kl"], step)]

@@ -115,10 +115,10 @@ class PageTracker(Tracker):
         self._table: Any = None
         self._sampled_s = -math.inf
         self._is_there = -1
-        """Last step that the store has of the run, and takes no more numbers of."""
+        """Newest step of the run in the tracker's store; nothing is sent of it and of earlier steps."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send the finite numbers; those of one step may come in several calls."""
+        """Send the finite numbers of a step that the store lacks; one step may come in several calls."""
         if self._run is not None and step > self._is_there:
             self._log({k: v for k, v in metrics.items() if math.isfinite(v)}, step)
 

@@ -280,7 +280,7 @@ class TrainingBackend:
             self.runner.average.ema_update(self.runner.actor.model)
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples as ``engine`` does, on all processes that hold its weights."""
+        """Return an engine that samples as ``engine`` does, on all learner ranks. Default: ``engine``."""
         return engine
 
     @property

@@ -90,7 +90,7 @@ class Critic(nn.Module):
         return trunk
 
     def learning(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of an update of a trunk of its own (see ``actor.learning``)."""
+        """Put a trunk of its own, if there is one, into the mode of an update (see ``actor.learning``)."""
         return contextlib.nullcontext() if self.trunk is None else learning(self.trunk)
 
     def hidden(self, batch: MicroBatch) -> Tensor:

@@ -53,7 +53,7 @@ class MicroBatch:
         return self.input_ids.numel() + sum(part.input_ids.numel() for part in self.shared)
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Move the tensors."""
+        """Return a copy with its tensors on ``device``."""
         moved: Any = {name: own.to(device) for name, own in vars(self).items() if isinstance(own, Tensor)}
         return replace(self, **moved, shared=[part.to(device) for part in self.shared])
 

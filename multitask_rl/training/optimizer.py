@@ -177,7 +177,10 @@ class ActorCriticOptimizer:
         return state
 
     def load_tensors(self, tensors: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Restore ``tensors``; parameters that they lack (a new task's head) start without state.
+        """Restore what ``tensors()`` returned, to ``parameters`` by name.
+
+        Parameters that ``tensors`` lacks (a new task's head) start without state. Saved state of parameters
+        that are not in ``parameters`` is ignored.
 
         Raises:
             CheckpointError: a tensor has another shape than its parameter.

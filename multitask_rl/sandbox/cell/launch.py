@@ -171,10 +171,10 @@ def _start(flags: int, enter: Callable[[], _Command]) -> int:
 
 
 def outside_id(offset: int = 0) -> int:
-    """Return a user id for the cell of this process.
+    """Return the user id that the cell of this process has outside of its namespace.
 
-    For root it is one that owns no file, ``offset`` apart from other uses, or 0 if this user namespace maps
-    none. Any other caller gets its own id.
+    Root gets an unused id, the process's pid plus a constant and ``offset`` (a keeper has another offset than
+    its cell), or 0 if this user namespace does not map it. Any other caller gets its own id.
     """
     wanted = _FIRST_OUTSIDE_ID + offset + os.getpid()
     if os.geteuid() != 0:

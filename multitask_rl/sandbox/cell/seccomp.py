@@ -97,9 +97,10 @@ def _assemble(instructions: Sequence[Instruction]) -> bytes:
 
 
 def zygote_filter() -> bytes:
-    """Return stage one: what programs and the zygote may call.
+    """Return the filter of stage one: what programs and the zygote may call.
 
-    Everything else fails with EPERM; other machines' calls, and ``sendmsg``, end the process.
+    Other calls fail with an error (EPERM; ENOSYS for newer calls). ``sendmsg`` and the calls of another
+    architecture end the process.
     """
     special: dict[int, list[Instruction]] = {
         _IOCTL: _argument_in(1, _IOCTL_COMMANDS, _ENOTTY),

@@ -245,7 +245,10 @@ class RayRanks:
         return _RayRank(self, self._calls[-1])
 
     def close(self) -> None:
-        """Stop the actors. An actor whose connection is closed ends by itself. Idempotent."""
+        """Give the actors a few seconds to end by themselves, then stop them. Idempotent.
+
+        An actor ends by itself when its connection is closed.
+        """
         import ray
 
         group, self._group = self._group, None
