@@ -107,8 +107,8 @@ class CellCgroup:
 def descendants(root: int) -> set[int]:
     """Return the ids of the processes that descend from the process ``root``.
 
-    It reads ``/proc`` itself: the sandbox imports the standard library alone, so that an interpreter without
-    the packages of this project can run it.
+    It reads ``/proc`` itself: the pool imports the standard library alone, so that an interpreter without the
+    packages of this project can run it.
     """
     children: dict[int, list[int]] = {}
     for directory in Path("/proc").iterdir():

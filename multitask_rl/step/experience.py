@@ -149,7 +149,7 @@ class ExperienceSource:
         return batch.experience
 
     def take(self) -> None:
-        """Keep the draws of the experience that ``next`` returned; the next quotas make up its shortfall."""
+        """Make final what ``next`` drew: ``rewind`` keeps it. Add the shortfall to the next quotas."""
         experience = self._ahead.popleft().experience
         self._scheduler.carry_over(experience.shortfall, sum(experience.quotas.values()))
 
