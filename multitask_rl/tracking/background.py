@@ -59,9 +59,10 @@ class BackgroundWriter(threading.Thread):
 
     def close(self, timeout_s: float) -> None:
         """Write the queued items; items left after ``timeout_s`` are lost."""
+        until_s = time.monotonic() + timeout_s
         with contextlib.suppress(queue.Full):
             self._queue.put(None, timeout=timeout_s)
-            self.join(timeout_s)
+            self.join(max(0.0, until_s - time.monotonic()))
         if self.is_alive():
             self.num_failed += 1  # the write under way
             with contextlib.suppress(queue.Empty):

@@ -169,8 +169,8 @@ class ActorCriticOptimizer:
             name = names[id(owners.get(moved, moved))]
             for key, value in unpack(values, moved.shape).items():
                 state[f"{name}|{key}"] = torch.as_tensor(value)
-            if self.scales_loss:  # with each parameter, as ranks keep the state of different ones
-                state[f"{name}|{LOSS_SCALE}"] = torch.tensor(self._scale, dtype=torch.float64)
+        for name in names.values() if self.scales_loss else ():  # ranks keep the state of different ones
+            state[f"{name}|{LOSS_SCALE}"] = torch.tensor(self._scale, dtype=torch.float64)
         for parameter, master in self._masters.tensors().items():
             if parameter.dtype != torch.float32:  # else the weight says the same
                 state[f"{names[id(parameter)]}|{MASTER}"] = master
@@ -195,6 +195,8 @@ class ActorCriticOptimizer:
             scale = values.pop(LOSS_SCALE, None)
             if self.scales_loss and scale is not None:
                 self._scale = float(scale)
+            if not values:
+                continue  # not one update moved it yet
             moved = self._masters.load(parameter, values.pop(MASTER, None))
             found = {
                 key: value.to(moved.device, moved.dtype if value.dim() else value.dtype, copy=True)

@@ -360,6 +360,31 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
     done.set()
 
 
+def test_a_full_queue_and_the_writes_share_the_time_of_the_close() -> None:
+    started, room, done = threading.Event(), threading.Event(), threading.Event()
+
+    class Watched(BackgroundWriter):
+        waited_s = 0.0
+
+        def join(self, timeout: float | None = None) -> None:
+            assert timeout is not None
+            self.waited_s = timeout
+
+    def first() -> None:
+        started.set()
+        room.wait(60)
+
+    writer = Watched("a server", lambda points: None, max_queued=1)
+    writer.start()
+    writer.put(first)
+    started.wait(60)
+    writer.put(lambda: done.wait(60) and None)
+    threading.Timer(0.2, room.set).start()
+    writer.close(timeout_s=30.0)
+    assert 0 < writer.waited_s <= 30.0 - 0.2, "the close has waited 0.2 s for room"
+    done.set()
+
+
 def test_artifacts_of_a_database_elsewhere_lie_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from model_builders import build_actor, build_tokenizer, sample_scored
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
+from multitask_rl.training.optimizer import FIRST_SCALE
 from run_builders import run_config, train, write_run
 
 TINY = {"a": 1e-5, "b": 1e-5}
@@ -84,13 +85,30 @@ def test_a_gradient_that_no_scale_makes_finite_is_skipped():
     assert bench.update(scored, {"a": float("inf"), "b": 1.0}).metrics["skipped_updates"] == 1.0
 
 
-def test_the_scale_is_part_of_the_saved_state():
+def state_of(bench):
+    """Return the optimizer's state and the loss scales in it."""
+    state = bench.backend.optimizer_tensors({id(p): n for n, p in parameters_of(bench).items()})
+    return state, {float(value) for name, value in state.items() if name.endswith("|loss_scale")}
+
+
+@pytest.mark.parametrize("shares", [HUGE, {"a": float("inf"), "b": 1.0}], ids=["moved", "none_moved_yet"])
+@pytest.mark.parametrize("sharded", [None, False, True])
+def test_the_scale_is_part_of_the_saved_state(shares, sharded):
     scored = sample_scored(build_actor(), groups=2)
-    bench, other = Bench(actor=half_actor()), Bench(actor=half_actor())
-    bench.update(scored, HUGE)
-    names = {id(p): n for n, p in parameters_of(bench).items()}
-    other.backend.load_optimizer(bench.backend.optimizer_tensors(names), parameters_of(other))
-    assert other.main.optimizer.loss_scale == bench.main.optimizer.loss_scale
+    ranks = {} if sharded is None else {"num_ranks": 2, "sharded": sharded}
+    benches = [(RanksBench if ranks else Bench)(actor=half_actor(), **ranks) for _ in range(2)]
+    try:
+        benches[0].update(scored, shares)
+        saved, scales = state_of(benches[0])
+        assert len(scales) == 1
+        assert max(scales) < FIRST_SCALE
+        for other in (benches[1], Bench(actor=half_actor())):
+            other.backend.load_optimizer(saved, parameters_of(other))
+            assert state_of(other)[1] == scales
+            assert other.update(scored, TINY).metrics["skipped_updates"] == 0.0
+    finally:
+        for bench in benches:
+            bench.backend.close()
 
 
 def test_a_state_from_before_the_first_update_begins_with_the_first_scale():
