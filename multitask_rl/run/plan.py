@@ -190,6 +190,9 @@ def plan_run(
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     rows = load_task_rows(specs, dataloader)
+    for name, parts in rows.items():
+        if warning := held_out_warning(specs[name], *parts):
+            logger.warning("task %s: %s", name, warning)
     plan = RunPlan(
         config=config,
         specs=specs,
@@ -259,8 +262,6 @@ def load_task_rows(
         train, held_out = rows[name]
         if isinstance(train, StreamedRows):
             rows[name] = (train.only(_HasColumns(spec)), held_out)
-        if warning := held_out_warning(spec, train, held_out):
-            logger.warning("task %s: %s", name, warning)
     return rows
 
 

@@ -48,6 +48,14 @@ def test_a_model_learns_from_prompts_and_a_local_function_and_goes_on_in_a_secon
     assert trainer.run.config.batch.prompts_per_step == 2
 
 
+def test_what_the_rows_and_the_length_mean_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits).open(PROMPTS)
+    for told in ("the held-out rows are those that are trained on", "positions that the model covers"):
+        assert caplog.text.count(told) == 1
+
+
 def test_steps_by_hand_and_stages_of_a_run_that_is_opened(tmp_path: Path) -> None:
     updater = PPORoleUpdater(
         build_model(),
