@@ -20,10 +20,9 @@ from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.data import load_rows
-from multitask_rl.data.readers import StreamedRows
+from multitask_rl.data.readers import Row, StreamedRows
 from multitask_rl.data.render import check_rows
-from multitask_rl.data.rows import held_out_warning
+from multitask_rl.data.rows import held_out_warning, load_both
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all
@@ -68,14 +67,15 @@ def main(arguments: list[str]) -> int:
         print(json.dumps(plain, indent=2, default=str) if options.json else printable(_table(specs)))
         return 0
     warnings, notes, errors = list[str](), dict[str, str](), list[MultitaskRLError]()
+    first: dict[str, Row] = {}
     for name, spec in specs.items():
         try:
-            notes[name] = _check(spec, warnings)
+            notes[name] = _check(spec, warnings, first)
         except MultitaskRLError as error:
             errors.append(error)
     raise_all(errors)
     if not options.quick:
-        warnings += _try(specs)
+        warnings += _try(specs, first)
     print(f"{options.file}: {'1 task is' if len(specs) == 1 else f'{len(specs)} tasks are'} valid")
     for name, note in notes.items():
         print(printable(f"  {name}: {note}"))
@@ -101,8 +101,11 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-def _check(spec: TaskSpec, warnings: list[str]) -> str:
-    """Check plugin configuration and data of one task; return a note on it and add to ``warnings``."""
+def _check(spec: TaskSpec, warnings: list[str], first: dict[str, Row]) -> str:
+    """Check plugin configuration and data of one task and return a note on it.
+
+    Warnings are added to ``warnings``, the task's first row to ``first`` under its name.
+    """
     where = spec.where
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
     keys = Where(path=(f"{where}.algorithm_config",))
@@ -133,10 +136,10 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     if not spec.dataset:
         warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, None)]
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
-    rows = {split: load_rows(spec, split) for split in ("train", "eval")[spec.evaluation_only :]}
-    for own in rows.values():
+    train, held_out = load_both(spec)
+    for own in (train, held_out):
         check_rows(spec, own, needs=needs, parameters=parameters)
-    train, held_out = rows.get("train", ()), rows["eval"]
+    first[spec.name] = (held_out if spec.evaluation_only else train)[0]
     if warning := held_out_warning(spec, train, held_out):
         warnings.append(f"{where}: {warning}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
@@ -145,14 +148,14 @@ def _check(spec: TaskSpec, warnings: list[str]) -> str:
     return f"{spec.type}; {number} training rows, {len(held_out)} held-out rows"
 
 
-def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
-    """Build every environment, reward and constraint where training builds them, and try a row of each task.
+def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
+    """Build every environment, reward and constraint where training builds them, and try the ``first`` rows.
 
     Return a warning per plugin whose model or device this machine lacks: the file may be meant for another.
     """
-    _play_a_turn({name: spec for name, spec in specs.items() if spec.environment})
+    _play_a_turn({name: spec for name, spec in specs.items() if spec.environment}, first)
     try:
-        _score_a_row(specs)
+        _score_a_row(specs, first)
     except UnavailableError:
         warnings = []
         for name, spec in specs.items():
@@ -160,7 +163,7 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
             alone += [dataclasses.replace(spec, rewards=[], constraints=[own]) for own in spec.judged]
             for part in alone:
                 try:
-                    _score_a_row({name: part})
+                    _score_a_row({name: part}, first)
                 except UnavailableError as error:
                     # an error of the constructor names the place, one of the warm-up does not
                     said = str(error).startswith(spec.source)
@@ -170,15 +173,15 @@ def _try(specs: Mapping[str, TaskSpec]) -> list[str]:
     return []
 
 
-def _play_a_turn(specs: Mapping[str, TaskSpec]) -> None:
+def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
     """Begin an episode of each task on its first row, and give its world one answer."""
     pool = WorldPool({name: WorldSpec.of_task(spec) for name, spec in specs.items()}, num_workers=1)
     with contextlib.closing(pool):
         for name, spec in specs.items():
             pool.check(name)
-            if not spec.dataset:
+            if name not in first:
                 continue
-            row = load_rows(spec, "eval" if spec.evaluation_only else "train")[0]
+            row = first[name]
             ticket = pool.open(name, row)
             answer = _answer_to(row)
             for what in ("the first row", f"the answer {answer!r} to the first row"):
@@ -200,12 +203,11 @@ def _answer_to(row: Mapping[str, Any]) -> str:
     return reference if isinstance(reference, str) else "4"
 
 
-def _score_a_row(specs: Mapping[str, TaskSpec]) -> None:
+def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
     rollouts = []
-    for name, spec in specs.items():
-        if spec.dataset:
-            row = load_rows(spec, "eval" if spec.evaluation_only else "train")[0]
-            rollouts.append(make_rollout(_answer_to(row), task=name, row=row))
+    for name in specs:
+        if name in first:
+            rollouts.append(make_rollout(_answer_to(first[name]), task=name, row=first[name]))
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
     with RewardPool(specs, scoring, seed=0, devices={}) as pool:
         found: list[tuple[str, Mapping[str, object]]]

@@ -12,7 +12,7 @@ from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data.readers import Rows, read_dataset_dict, read_file, rows_of_table
-from multitask_rl.data.rows import group_rows, load_rows
+from multitask_rl.data.rows import group_rows, load_both, load_rows
 from multitask_rl.errors import ConfigError, DataError
 
 
@@ -40,13 +40,20 @@ class TaskDataLoader:
 
         Args and errors: see ``load_rows``.
         """
+        return load_rows(spec, split, *self._source(spec))
+
+    def load_both(self, spec: TaskSpec) -> tuple[Rows, Rows]:
+        """Return the rows of both splits, see ``data.rows.load_both``."""
+        return load_both(spec, *self._source(spec))
+
+    def _source(self, spec: TaskSpec) -> tuple[dict[str, Rows] | None, str]:
         if spec.name not in self.splits and not spec.dataset:
             raise DataError(
                 f"task {spec.name!r} has no data: neither the dataloader (tasks: {', '.join(self.tasks)}) "
                 f"nor the tasks file gives any{suggest(spec.name, self.tasks)}"
             )
         wanted = self.split if self.split != "train" and spec.name in self.splits else spec.split
-        return load_rows(spec, split, self.splits.get(spec.name), wanted)
+        return self.splits.get(spec.name), wanted
 
     def check_tasks(self, names: list[str]) -> None:
         """Raise a ``DataError`` if there are rows of a task that is not one of ``names``."""

@@ -28,6 +28,9 @@ Rows: TypeAlias = Sequence[Row]
 
 BLOCK = 1024
 """Rows that are held, and shuffled, at a time."""
+_GAP = 64
+"""Rows that may be passed over where rows are read in their order: those that are held out."""
+_BLOCK_BYTES = 1 << 22
 _FREE_BYTES = 1 << 28
 _RATIO = 100
 """A compressed file may expand to ``_FREE_BYTES`` or ``_RATIO`` times its size, whichever is more: text
@@ -51,6 +54,29 @@ class LazyRows(Sequence[Row]):
         if not -self._length <= index < self._length:
             raise IndexError(f"row {index} of {self._length}")
         return self._get(index % self._length)
+
+
+class RowsInBlocks(LazyRows):
+    """Rows that ``read(start, end)`` gives: one or more of them, from ``start`` on.
+
+    Reading many rows of a table at once takes a tenth of the time of one after another. Whoever goes through
+    the rows, or through most of them, gets them from blocks that grow to ``BLOCK``; a row from anywhere else
+    is read alone.
+    """
+
+    def __init__(self, length: int, read: Callable[[int, int], Sequence[Row]]) -> None:
+        self._read = read
+        self._held: tuple[int, Sequence[Row]] = (0, ())
+        """The last block, and the index of its first row; threads may replace it at any time."""
+        super().__init__(length, self._get_from_block)
+
+    def _get_from_block(self, index: int) -> Row:
+        start, rows = self._held
+        if not start <= index < start + len(rows):
+            is_next = 0 <= index - start - len(rows) < _GAP
+            size = min(2 * len(rows) or 1, BLOCK) if is_next else 1
+            start, rows = self._held = index, self._read(index, min(index + size, len(self)))
+        return copy.deepcopy(rows[index - start])
 
 
 class RowView(LazyRows):
@@ -183,7 +209,17 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
 def rows_of_table(data: Any, where: str) -> LazyRows:
     """Return the rows of a ``datasets.Dataset`` or, streamed, of a ``datasets.IterableDataset``."""
     is_streamed = not isinstance(data, Sized)
-    return StreamedRows(data, where) if is_streamed else LazyRows(len(data), data.__getitem__)
+    if is_streamed:
+        return StreamedRows(data, where)
+    size = data.data.nbytes // max(1, len(data.data)) + 1
+    if data.format["type"] is not None or size * BLOCK > _BLOCK_BYTES:  # arrays, or images to be decoded
+        return LazyRows(len(data), data.__getitem__)
+
+    def read(start: int, end: int) -> Sequence[Row]:
+        columns = data[start:end]
+        return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+    return RowsInBlocks(len(data), read)
 
 
 class _OpenFile:
@@ -286,21 +322,27 @@ def _read_parquet(path: Path) -> Rows:
 
     nested = [name for name in table.column_names if pa.types.is_nested(table.schema.field(name).type)]
 
-    def row(index: int) -> Row:
+    def read(start: int, end: int) -> Sequence[Row]:
+        cut = table.slice(start, end - start)
+        is_alone = end - start == 1
         try:
-            cut = table.slice(index, 1)
-            size = sum(_text_bytes(chunk) for name in nested for chunk in cut.column(name).chunks)
-            if size > _FREE_BYTES:
-                raise DataError(
-                    f"{path}: row {index} repeats texts until they take {size >> 20} MiB; a row may hold "
-                    f"{_FREE_BYTES >> 20} MiB"
-                )
-            (values,) = cut.to_pylist()
-            return values  # type: ignore[no-any-return]
+            # a dictionary's texts, too, become as many texts as there are rows
+            named = nested if is_alone else cut.column_names
+            size = sum(_text_bytes(chunk) for name in named for chunk in cut.column(name).chunks)
+            if size <= (_FREE_BYTES if is_alone else _BLOCK_BYTES):
+                return cut.to_pylist()  # type: ignore[no-any-return]
         except (pa.ArrowException, ValueError, OverflowError) as error:
-            raise DataError(f"{path}: row {index} cannot be read: {error}") from error
+            if is_alone:
+                raise DataError(f"{path}: row {start} cannot be read: {error}") from error
+            return read(start, start + 1)  # the others may be good
+        if is_alone:
+            raise DataError(
+                f"{path}: row {start} repeats texts until they take {size >> 20} MiB; a row may hold "
+                f"{_FREE_BYTES >> 20} MiB"
+            )
+        return read(start, (start + end) // 2)
 
-    return LazyRows(table.num_rows, row)
+    return RowsInBlocks(table.num_rows, read)
 
 
 def _text_bytes(array: Any) -> int:

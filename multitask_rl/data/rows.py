@@ -57,21 +57,40 @@ def load_rows(
     """
     if split not in ("train", "eval"):
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
-    if not spec.dataset and (own is None or (split == "eval" and spec.eval_dataset)):
+    if split == "train":
+        return _read_and_split(spec, own, train_split)[0]
+    if not (spec.eval_dataset or spec.evaluation_only):
+        return _split_rows(spec, _own_or_read(spec, own), train_split or spec.split)[1]
+    splits = _read(spec, spec.eval_dataset) if spec.eval_dataset else _own_or_read(spec, own)
+    named = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
+    if named or len(splits) == 1:
+        return _hold_out(spec, splits, named) if named else next(iter(splits.values()))
+    return [row for rows in splits.values() for row in rows]
+
+
+def load_both(
+    spec: TaskSpec, own: Mapping[str, Rows] | None = None, train_split: str = ""
+) -> tuple[Rows, Rows]:
+    """Return the rows ``spec`` trains on, none with ``evaluation_only``, and those it is evaluated on.
+
+    Data that has both is read once. Arguments and errors: see ``load_rows``.
+    """
+    if spec.evaluation_only:
+        return (), load_rows(spec, "eval", own)
+    train, held_out = _read_and_split(spec, own, train_split)
+    return train, load_rows(spec, "eval", own) if spec.eval_dataset else held_out
+
+
+def _own_or_read(spec: TaskSpec, own: Mapping[str, Rows] | None) -> Mapping[str, Rows]:
+    if own is None and not spec.dataset:
         raise DataError(f"{spec.where} has no data set")
-    if split == "eval" and spec.eval_dataset:
-        splits = _read(spec, spec.eval_dataset)
-    else:
-        splits = _read(spec, spec.dataset) if own is None else dict(own)
-    if split == "eval" and (spec.eval_dataset or spec.evaluation_only):
-        named = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
-        if named or len(splits) == 1:
-            return _hold_out(spec, splits, named) if named else next(iter(splits.values()))
-        return [row for rows in splits.values() for row in rows]
-    wanted = train_split or spec.split
+    return _read(spec, spec.dataset) if own is None else own
+
+
+def _read_and_split(spec: TaskSpec, own: Mapping[str, Rows] | None, train_split: str) -> tuple[Rows, Rows]:
+    """Return training and held-out rows, see ``_split_rows``; warn of rows that are used nowhere."""
+    splits, wanted = _own_or_read(spec, own), train_split or spec.split
     train, held_out = _split_rows(spec, splits, wanted)
-    if split == "eval":
-        return held_out
     for name, rows in splits.items():
         if rows and name not in ("", "train", wanted, spec.eval_split, *EVAL_SPLITS):
             logger.warning(
@@ -84,7 +103,7 @@ def load_rows(
                 spec.eval_split or "validation, dev, test, or a tenth",
                 name,
             )
-    return train
+    return train, held_out
 
 
 def _split_rows(spec: TaskSpec, splits: Mapping[str, Rows], wanted: str) -> tuple[Rows, Rows]:

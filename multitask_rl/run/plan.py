@@ -20,10 +20,10 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
-from multitask_rl.data import load_rows, pools_by_column
+from multitask_rl.data import pools_by_column
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
-from multitask_rl.data.rows import fingerprint, held_out_warning
+from multitask_rl.data.rows import fingerprint, held_out_warning, load_both
 from multitask_rl.errors import ConfigError, DataError, path_errors, require_extra
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
@@ -252,10 +252,10 @@ def load_task_rows(
 
     Of streamed rows the first are checked; later ones that lack a column are left out.
     """
-    load = load_rows if dataloader is None else dataloader.load
+    load = load_both if dataloader is None else dataloader.load_both
     rows: dict[str, tuple[Sequence[Row], Sequence[Row]]] = {}
     for name, spec in specs.items():
-        rows[name] = ([] if spec.evaluation_only else load(spec, "train"), load(spec, "eval"))
+        rows[name] = load(spec)
         needs, parameters = _columns_read(spec)
         for part in rows[name]:
             check_rows(spec, part, needs=needs, parameters=parameters)

@@ -2,12 +2,13 @@
 
 ``evaluate.load`` fetches a script from the hub even for exact match; a subclass needs nothing. Each metric
 returns its mean under its own name (what ``evaluate`` users expect) and one value per prediction under
-``values`` (what a reward needs). Importing this module costs seconds (``evaluate`` pulls in torch).
+``values`` (what a reward needs). Importing this module costs seconds.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import evaluate
+
+if "transformers" in sys.modules:
+    import evaluate
+else:
+    # it would load transformers and torch into each reward worker (9 s, 370 MiB), for its pipelines alone
+    sys.modules["transformers"] = None  # type: ignore[assignment]  # its import fails, as if not installed
+    try:
+        import evaluate
+    finally:
+        del sys.modules["transformers"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _DASHES = str.maketrans("\u2212\u2013\u2010\u2011", "----")

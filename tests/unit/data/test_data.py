@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import random
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +16,8 @@ from transformers import PreTrainedTokenizerFast
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
-from multitask_rl.data.readers import read_file
+from multitask_rl.data.readers import RowsInBlocks, RowView, read_file, rows_of_table
+from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
 ROWS = [{"id": f"r{i}", "prompt": f"{i}+{i}=", "reference": str(2 * i)} for i in range(100)]
@@ -135,7 +138,28 @@ def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) 
     named = spec(train, eval_dataset=test, eval_split="test")
     assert len(load_rows(named, "train")) == 100, "the split of the other data set"
     loader = get_dataloader(multi_task_file(tmp_path))
-    assert len(loader.load(spec(eval_dataset=test), "train")) == 50
+    alone = spec(eval_dataset=test)
+    assert len(loader.load(alone, "train")) == 50
+    assert ids(loader.load(alone, "eval")) == ["t"], "its training rows are given in Python"
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"eval_dataset": "e.jsonl"}, {"evaluation_only": True}, {"eval_split": "test"}]
+)
+@pytest.mark.parametrize("is_own", [False, True])
+def test_both_splits_at_once_are_those_of_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], is_own: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"id": str(i), "split": "test" if i < 9 else "train"} for i in range(40)]
+    write_jsonl(tmp_path / "d.jsonl", rows if "eval_split" in keys else rows[9:])
+    write_jsonl(tmp_path / "e.jsonl", [{"id": "e"}])
+    task = spec("d.jsonl", **keys)
+    own = group_rows({"": read_file("d.jsonl")})[""] if is_own else None
+    train, held_out = load_both(task, own)
+    assert ids(held_out) == ids(load_rows(task, "eval", own))
+    assert ids(train) == ([] if task.evaluation_only else ids(load_rows(task, "train", own)))
+    assert type(held_out) is type(load_rows(task, "eval", own)), "rows of the split test are told apart"
 
 
 def test_task_that_is_only_evaluated_uses_all_its_rows(tmp_path: Path) -> None:
@@ -566,3 +590,56 @@ def test_rows_of_a_split_that_nothing_uses_are_told(tmp_path, caplog):
     caplog.clear()
     load_rows(TaskSpec(name="t", dataset=str(file), eval_split="valid"), "train")
     assert not caplog.text
+
+
+def test_rows_in_order_come_from_few_reads_and_others_from_one_each() -> None:
+    reads: list[tuple[int, int]] = []
+
+    def read(start: int, end: int) -> list[dict[str, Any]]:
+        reads.append((start, end))
+        return [{"list": [i]} for i in range(start, end - (end - start) // 3)]  # fewer than are asked for
+
+    size = 20_000
+    rows = RowsInBlocks(size, read)
+    assert [row["list"][0] for row in rows] == list(range(size))
+    assert len(reads) < 60
+    reads.clear()
+    most = [i for i in range(size) if i % 10]
+    assert [row["list"][0] for row in RowView(rows, most)] == most
+    assert len(reads) < 60
+    reads.clear()
+    for index in (7000, 3, 9000, 12, 8500, -1):
+        assert rows[index]["list"] == [index % size]
+    assert sum(end - start for start, end in reads) == 6
+    rows[100]["list"].append("changed by whoever took the row")
+    assert rows[100]["list"] == [100]
+
+
+def test_rows_of_tables_in_blocks_are_those_that_were_written(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    written = [
+        {
+            "prompt": f"{i}",
+            "n": i,
+            "chat": [{"role": "user", "content": f"{i}"}],
+            "maybe": None if i % 3 else 1.5,
+        }
+        for i in range(5000)
+    ]
+    of_hub = rows_of_table(datasets.Dataset.from_list(written), "a table")
+    for rows in (read_file(write_parquet(tmp_path / "d.parquet", written)), of_hub):
+        assert list(rows) == written
+        order = random.Random(0).sample(range(5000), 300)
+        assert [rows[i] for i in order] == [written[i] for i in order]
+    arrays = rows_of_table(datasets.Dataset.from_list(written[:10]).with_format("numpy"), "a table")
+    assert arrays[3]["n"] == 3
+
+
+def test_a_long_text_that_a_column_repeats_is_written_out_for_few_rows_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    text = "a" * 1_000_000
+    rows = read_file(write_parquet(tmp_path / "d.parquet", [{"prompt": text, "n": i} for i in range(400)]))
+    tracemalloc.start()
+    assert sum(len(row["prompt"]) for row in rows) == 400 * len(text)
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()

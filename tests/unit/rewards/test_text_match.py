@@ -150,3 +150,16 @@ def test_gold_answers_of_real_rows_score_one():
     echo = reward.score([rollout(row["prompt"], **row) for row in rows])
     assert {r.value for r in gold} == {1.0}
     assert {r.value for r in echo} == {0.0}
+
+
+def test_the_metrics_load_neither_torch_nor_transformers_and_leave_both_to_others():
+    code = """
+import sys
+import multitask_rl_rewards.evaluate_metrics as metrics
+assert {"torch", "transformers"}.isdisjoint(sys.modules)
+assert metrics.per_prediction("same", lambda one, other: float(one == other), ["a"], [["b", "a"]]) == [1.0]
+import transformers
+assert transformers.utils.is_torch_available()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
