@@ -117,8 +117,8 @@ REASONS: Mapping[str, str] = {
     r"trainer\.(n_gpus_per_node|nnodes|device|balance_batch)": (
         "devices: device_map; sizes of batches are not per device in verl either"
     ),
-    r"trainer\.(project_name|experiment_name|log_val.*|.*_data_dir)": (
-        "tracking.experiment, tracking.run_name, tracking.store_rollouts"
+    r"trainer\.(log_val.*|.*_data_dir)": (
+        "responses are written to rollouts.jsonl (tracking.store_rollouts)"
     ),
     r"trainer\.critic_warmup": "actor and critic learn from the first step on",
     r"trainer\..*|global_profiler.*|ray_kwargs.*|transfer_queue.*|skip.*|hydra.*": "how verl runs",
@@ -449,6 +449,9 @@ def _put_run(c: Conversion) -> None:
         )
     if folder := c.get("trainer.default_local_dir"):
         c.put("output_dir", folder, "trainer.default_local_dir")
+    for option, key in (("project_name", "experiment"), ("experiment_name", "run_name")):
+        if name := c.get(f"trainer.{option}"):
+            c.put(f"tracking.{key}", name, f"trainer.{option}")
     c.put_trackers("trainer.logger")
     c.put("guard.enabled", False)
 
