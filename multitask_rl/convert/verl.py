@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.config.checks import is_file
 from multitask_rl.config.schema.located_yaml import load_yaml, parse_yaml
 from multitask_rl.convert.conversion import Conversion, need, task_name
 from multitask_rl.convert.shell import read_words
-from multitask_rl.errors import ConfigError
+from multitask_rl.data.readers import Row, read_file
+from multitask_rl.errors import ConfigError, DataError
 
 SOURCE = "verl 0.9 (main_ppo)"
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -233,6 +236,13 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
             own["weight"] = weights[index] if weights else 1.0
         name = task_name(str(Path(one).parent.name if Path(one).stem == "train" else one), c.tasks)
         c.tasks[name] = {**own, "rewards": rewards}
+    for one in files:
+        sources = sorted({str(row.get("data_source")) for row in _first_rows(one)})
+        if len(sources) > 1:
+            c.left["column data_source"] = (
+                f"{one} has rows of {', '.join(sources[:8])} in one task; for a task each, give the rows a "
+                "column `task` with its name and list the tasks with this file as dataset"
+            )
     told = "" if weights else "verl draws rows of all files alike; give weights by rows"
     c.note("task.dataset", "data.train_files", differs=told)
     if len(held_out) == len(files):
@@ -454,6 +464,14 @@ def _put_run(c: Conversion) -> None:
             c.put(f"tracking.{key}", name, f"trainer.{option}")
     c.put_trackers("trainer.logger")
     c.put("guard.enabled", False)
+
+
+def _first_rows(dataset: str) -> list[Row]:
+    """Return the first rows of a file; none of what is no file, or cannot be read: that is told later."""
+    try:
+        return list(islice(read_file(dataset), 10_000)) if is_file(Path(dataset)) else []
+    except DataError:
+        return []
 
 
 def _list(value: Any) -> list[str]:

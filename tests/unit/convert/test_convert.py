@@ -461,6 +461,16 @@ def test_a_script_s_callbacks_and_resume_are_answered_by_what_takes_their_place(
     assert "checkpoint.resume" in left["train.resume_from_checkpoint"]
 
 
+def test_several_sources_in_a_file_of_verl_are_told(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    file = tmp_path / "run.sh"
+    file.write_text(f"main_ppo data.train_files={rows}")
+    for sources, is_told in ((["gsm8k", "math"], True), (["math", "math"], False)):
+        rows.write_text("".join(json.dumps({"prompt": "1", "data_source": s}) + "\n" for s in sources))
+        left = convert_verl(file, reward="exact_match").left
+        assert ("gsm8k, math in one task" in left.get("column data_source", "")) is is_told
+
+
 def test_names_of_runs_are_taken_over(tmp_path: Path) -> None:
     assert trl(tmp_path, run_name="first").run["tracking.run_name"] == "first"
     c = verl(tmp_path, "trainer.project_name=grpo", "trainer.experiment_name=first")
