@@ -284,7 +284,7 @@ def build_task_states(
         )
         first = next(iter(train_rows or eval_rows), None)
         is_chat = first is not None and isinstance(render_content(spec, first), list)
-        if is_chat and spec.chat is None and not getattr(actor.tokenizer, "chat_template", None):
+        if is_chat and spec.chat is None and not actor.tokenizer.chat_template:
             task.warnings.append(
                 "its prompts are chat messages, but the tokenizer has no chat template: their texts are "
                 "joined by empty lines, without roles. Use a model with a template, or accept it with "
