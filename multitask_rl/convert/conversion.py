@@ -114,6 +114,8 @@ class Conversion:
         for option in self.given:
             if option in self._read and option not in noted and option not in self.left:
                 self.taken.append((option, "(nothing to write)", ""))
+        if len(self.tasks) > 1:
+            self.put("scheduler.policy", "static")  # the source draws all rows alike, all through the run
 
     def rows_of(self, datasets: Iterable[str]) -> int | None:
         """Return how many rows the data sets have: as given by the user, else counted in files."""
@@ -230,5 +232,12 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes each value out: who edits one task edits no other."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
 def _dump(values: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=1000)
+    return yaml.dump(dict(values), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)

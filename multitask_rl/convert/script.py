@@ -82,6 +82,14 @@ class _Reader:
                 else:
                     script.computed[name] = text
 
+    def adapters(self, node: ast.expr, script: Script) -> bool:
+        """Take the options of the ``LoraConfig`` that ``node`` is; return whether it is one."""
+        call = self.resolve(node)
+        if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] != "LoraConfig":
+            return False
+        self.keywords(call, script, "peft_config.")
+        return True
+
     def dataset(self, node: ast.expr) -> tuple[str, str, list[str]]:
         """Return path or id, split, and the methods that change the rows; "" where it is not found."""
         node = self.resolve(node)
@@ -159,8 +167,14 @@ def read_script(file: Path) -> Script:
         )
     if config is not None:
         reader.keywords(config, script)
-    if lora := reader.call("LoraConfig"):
+    if trainer is None and (lora := reader.call("LoraConfig")):
         reader.keywords(lora, script, "peft_config.")
+    wrapper = reader.call("get_peft_model")
+    for node in wrapper.args if wrapper is not None else ():
+        reader.adapters(node, script)
+    train = reader.call("train")
+    for keyword in train.keywords if train is not None else ():
+        script.options[f"train.{keyword.arg}"] = ast.unparse(keyword.value)
     for keyword in trainer.keywords if trainer is not None else ():
         match keyword.arg:
             case "model":
@@ -175,10 +189,13 @@ def read_script(file: Path) -> Script:
                 script.eval_dataset = reader.dataset(keyword.value)[0]
             case "reward_funcs":
                 reader.rewards(keyword.value, script)
-            case "args" | "processing_class" | "peft_config" | None:
+            case "peft_config":
+                if not reader.adapters(keyword.value, script) and ast.unparse(keyword.value) != "None":
+                    script.computed["GRPOTrainer.peft_config"] = ast.unparse(keyword.value)
+            case "args" | "processing_class" | None:
                 pass
             case name:
-                script.computed[f"GRPOTrainer.{name}"] = ast.unparse(keyword.value)
+                script.options[f"GRPOTrainer.{name}"] = ast.unparse(keyword.value)
     return script
 
 

@@ -88,8 +88,10 @@ REASONS: Mapping[str, str] = {
     "dataloader_.*|remove_unused_columns|shuffle_dataset|data_seed|ignore_data_skip|train_sampling.*": (
         "every task has a stream of shuffled rows with all their columns; the run's seed decides the order"
     ),
-    "logging_.*|log_.*|num_completions_to_print|run_name|project|trackio.*|hub_.*|push_to_hub|"
-    "disable_tqdm|report_.*": ("tracking has keys of its own (tracking.*)"),
+    "logging_.*|log_.*|num_completions_to_print|project|trackio.*|hub_.*|push_to_hub|"
+    "disable_tqdm|report_.*": (
+        "every step is logged, and some of its responses (tracking.store_rollouts); keys: tracking.*"
+    ),
     "per_device_eval_batch_size|num_generations_eval|eval_.*|do_.*|metric_.*|load_best.*|greater_.*": (
         "held-out prompts, their number and seeds: eval.*, eval_samples of a task; the best "
         "checkpoint is always kept"
@@ -106,9 +108,20 @@ REASONS: Mapping[str, str] = {
     ),
     "peft_config.*|lora_.*": "no counterpart among the keys of model.lora",
     "dataset_.*|datasets|streaming": "dataset_config of a task has keywords of load_dataset",
+    "GRPOTrainer.callbacks": (
+        "a tracker of your own gets every number and event of the run (docs/write-a-plugin.md)"
+    ),
+    "GRPOTrainer.(tools|environment_factory|rollout_func)": (
+        "an environment of the task (docs/bring-your-environment.md)"
+    ),
+    "GRPOTrainer.*": "no counterpart among the trainer's arguments",
+    "(train.)?resume_from_checkpoint": (
+        "the same command resumes a run of its own (checkpoint.resume); weights of a checkpoint of TRL: "
+        "model.name_or_path"
+    ),
     "neftune.*|label_.*|optim_.*|lr_scheduler_kwargs|average_tokens.*|auto_find_batch_size|"
     "full_determinism|gradient_checkpointing_kwargs|overwrite_output_dir|local_rank|debug|"
-    "use_cpu|resume_from_checkpoint": ("not an option of the algorithm here"),
+    "use_cpu": ("not an option of the algorithm here"),
 }
 _AGGREGATION = {"dapo": "token", "grpo": "sequence", "dr_grpo": "constant", "cispo": "token"}
 _SCHEDULES = {
@@ -343,7 +356,9 @@ def _put_batch(c: Conversion, script: Script, processes: int) -> None:
         if number is None:
             c.leave(option, f"a share of all steps, whose number is not known; set {key}")
         else:
-            c.put(key, math.ceil(number / updates), option)
+            written = math.ceil(number / updates)
+            told = f"{number} updates there, {written * updates} here" if number % updates else ""
+            c.put(key, written, option, differs=told)
 
     kind = str(c.get("lr_scheduler_type"))
     warmup = "warmup_ratio" if c.given.get("warmup_ratio") else "warmup_steps"
@@ -438,5 +453,7 @@ def _put_run(c: Conversion, script: Script) -> None:
         c.put("output_dir", output, "output_dir")
     if keep := c.get("save_total_limit"):
         c.put("checkpoint.keep", keep, "save_total_limit")
+    if name := c.get("run_name"):
+        c.put("tracking.run_name", name, "run_name")
     c.put_trackers("report_to")
     c.put("guard.enabled", False)

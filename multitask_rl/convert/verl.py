@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.config.checks import is_file
 from multitask_rl.config.schema.located_yaml import load_yaml, parse_yaml
 from multitask_rl.convert.conversion import Conversion, need, task_name
 from multitask_rl.convert.shell import read_words
-from multitask_rl.errors import ConfigError
+from multitask_rl.data.readers import Row, read_file
+from multitask_rl.errors import ConfigError, DataError
 
 SOURCE = "verl 0.9 (main_ppo)"
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -117,8 +120,8 @@ REASONS: Mapping[str, str] = {
     r"trainer\.(n_gpus_per_node|nnodes|device|balance_batch)": (
         "devices: device_map; sizes of batches are not per device in verl either"
     ),
-    r"trainer\.(project_name|experiment_name|log_val.*|.*_data_dir)": (
-        "tracking.experiment, tracking.run_name, tracking.store_rollouts"
+    r"trainer\.(log_val.*|.*_data_dir)": (
+        "responses are written to rollouts.jsonl (tracking.store_rollouts)"
     ),
     r"trainer\.critic_warmup": "actor and critic learn from the first step on",
     r"trainer\..*|global_profiler.*|ray_kwargs.*|transfer_queue.*|skip.*|hydra.*": "how verl runs",
@@ -233,6 +236,13 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
             own["weight"] = weights[index] if weights else 1.0
         name = task_name(str(Path(one).parent.name if Path(one).stem == "train" else one), c.tasks)
         c.tasks[name] = {**own, "rewards": rewards}
+    for one in files:
+        sources = sorted({str(row.get("data_source")) for row in _first_rows(one)})
+        if len(sources) > 1:
+            c.left["column data_source"] = (
+                f"{one} has rows of {', '.join(sources[:8])} in one task; for a task each, give the rows a "
+                "column `task` with its name and list the tasks with this file as dataset"
+            )
     told = "" if weights else "verl draws rows of all files alike; give weights by rows"
     c.note("task.dataset", "data.train_files", differs=told)
     if len(held_out) == len(files):
@@ -449,8 +459,19 @@ def _put_run(c: Conversion) -> None:
         )
     if folder := c.get("trainer.default_local_dir"):
         c.put("output_dir", folder, "trainer.default_local_dir")
+    for option, key in (("project_name", "experiment"), ("experiment_name", "run_name")):
+        if name := c.get(f"trainer.{option}"):
+            c.put(f"tracking.{key}", name, f"trainer.{option}")
     c.put_trackers("trainer.logger")
     c.put("guard.enabled", False)
+
+
+def _first_rows(dataset: str) -> list[Row]:
+    """Return the first rows of a file; none of what is no file, or cannot be read: that is told later."""
+    try:
+        return list(islice(read_file(dataset), 10_000)) if is_file(Path(dataset)) else []
+    except DataError:
+        return []
 
 
 def _list(value: Any) -> list[str]:

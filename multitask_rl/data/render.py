@@ -285,6 +285,12 @@ def render_template(template: str, row: Row, *, task: str = "") -> str:
                 f"(columns: {', '.join(map(str, row))})"
             )
         if isinstance(value, (list, tuple, Mapping)) and conversion is None:
+            items = value if isinstance(value, list) else []
+            if template == f"{{{column}}}" and items and isinstance(items[0], Mapping):
+                raise DataError(
+                    f"task {task!r}: a message in column {column!r} of row {row_id(row)!r} has the keys "
+                    f"{', '.join(map(repr, items[0]))}; every message needs 'role' and 'content': rename them"
+                )
             raise DataError(
                 f"task {task!r}: column {column!r} of the prompt template {template!r} holds a "
                 f"{type(value).__name__} in row {row_id(row)!r}, which has no text of its own; chat messages "
@@ -342,8 +348,13 @@ def check_rows(
             place = repr(spec.dataset) if spec.dataset else "the rows given"
             nulls = sorted(column for column in missing if column in row)
             hint = f"; null there: {', '.join(nulls)}" if nulls else suggest(min(missing), map(str, row))
-            if braces := [column for column in missing if not column.isidentifier()]:
+            free = [str(column) for column in row if column not in filled]
+            if braces := [c for c in missing - {*needs, *parameters} if not c.isidentifier()]:
                 hint = f"; write {{{{ and }}}} around {min(braces)} if it is text of the prompt"
+            elif any("." in column for column in missing):
+                hint = "; name a column of the row: the keys inside one are not looked up"
+            elif "reference" in missing.difference(row, present) and free:
+                hint = f"; a bundled reward reads another column with config: {{reference_column: {free[0]}}}"
             elif "prompt" in missing.difference(row) and row and spec.prompt == "{prompt}":
                 hint = (
                     f"; name the column of the prompts in the task, such as prompt: '{{{next(iter(row))}}}'"

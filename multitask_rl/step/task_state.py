@@ -14,7 +14,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
-from multitask_rl.data.render import render_answer
+from multitask_rl.data.render import render_answer, render_content
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
@@ -282,6 +282,14 @@ def build_task_states(
             only_reported=isinstance(eval_rows, ReportedRows),
             max_prompt_tokens=limit,
         )
+        first = next(iter(train_rows or eval_rows), None)
+        is_chat = first is not None and isinstance(render_content(spec, first), list)
+        if is_chat and spec.chat is None and not actor.tokenizer.chat_template:
+            task.warnings.append(
+                "its prompts are chat messages, but the tokenizer has no chat template: their texts are "
+                "joined by empty lines, without roles. Use a model with a template, or accept it with "
+                "chat: false"
+            )
         task.sync_learner()
         tasks[name] = task
     return tasks
@@ -308,7 +316,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
     prompts: list[Prompt] = []
     for name, count in quotas.items():
         task = tasks[name]
-        misses = 0
+        misses, before = 0, task.num_overlong
         found: list[Prompt] = []
         while len(found) < count and task.stream is not None:
             for draw, row in task.stream.next(count - len(found)):
@@ -329,6 +337,13 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
                     "the model's positions are the limit, set model.rope_scaling or lower "
                     "rollout.max_new_tokens"
                 )
+        if task.num_overlong and not before:
+            task.warnings.append(
+                f"{task.num_overlong} of the first {len(found) + task.num_overlong} prompts are longer than "
+                f"{task.max_prompt_tokens} tokens, or have given answers of more than "
+                f"{task.sampling.max_new_tokens}; such prompts are left out and counted "
+                f"(task/{name}/overlong_prompts). rollout.max_prompt_tokens and max_new_tokens are the limits"
+            )
         prompts.extend(found)
     return prompts
 

@@ -112,6 +112,12 @@ class _ReferenceReward(ABC):
         value = value_of(rollout.row, self.config.reference_column, self.name)
         if isinstance(value, Failure):
             return value
+        if isinstance(value, Mapping):
+            return data_failure(
+                f"column {self.config.reference_column!r} is a mapping (keys: {', '.join(map(str, value))}), "
+                "which no response equals; put the reference into a column of its own",
+                self.name,
+            )
         texts = [
             str(text)
             for text in ([value] if isinstance(value, str) or not isinstance(value, Sequence) else value)

@@ -410,12 +410,23 @@ def test_bad_settings_are_one_clear_error_before_training(finished, changes, err
         train(run_config(directory, "bad", 2, **changes))
 
 
+def test_chat_messages_without_a_chat_template_are_told_once(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    chats = [{"prompt": [{"role": "user", "content": f"{i % 10}"}], "reference": "a"} for i in range(60)]
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in chats))
+    train(run_config(tmp_path, "out", 2))
+    (told,) = [e for e in lines(tmp_path / "out", "events.jsonl") if "chat template" in e]
+    assert "chat: false" in told
+
+
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
     write_run(tmp_path, ONE_TASK)
     rows = [{"id": i, "prompt": "a" * (5 if i % 2 else 300), "reference": "a"} for i in range(60)]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     trainer = train(run_config(tmp_path, "out", 1))
     assert trainer.tasks["copy"].num_overlong > 0
+    (told,) = [e for e in lines(tmp_path / "out", "events.jsonl") if "longer than" in e]
+    assert "task/copy/overlong_prompts" in told
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r | {"prompt": "a" * 300}) + "\n" for r in rows))
     with pytest.raises(DataError, match="longer than"):
         train(run_config(tmp_path, "out2", 1))

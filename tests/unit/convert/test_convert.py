@@ -438,6 +438,65 @@ def test_a_script_of_trl_becomes_files_that_validate(
     assert "--out DIR" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "rank"),
+    [("peft_config=None", None), ("", None), ("peft_config=lora", 4), ("peft_config=LoraConfig(r=2)", 2)],
+)
+def test_adapters_that_the_trainer_does_not_get_are_not_trained(
+    tmp_path: Path, given: str, rank: int | None
+) -> None:
+    script = SCRIPT.replace("peft_config=LoraConfig(r=4, lora_alpha=8),", given)
+    file = tmp_path / "grpo.py"
+    file.write_text(script.replace("trainer = GRPO", "lora = LoraConfig(r=4, lora_alpha=8)\ntrainer = GRPO"))
+    assert convert_trl(file).run.get("model.lora.rank") == rank
+
+
+def test_a_script_s_callbacks_and_resume_are_answered_by_what_takes_their_place(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.py"
+    script = SCRIPT.replace("trainer.train()", "trainer.train(resume_from_checkpoint=True)")
+    file.write_text(script.replace("args=config,", "args=config, callbacks=[Log()], tools=[find],"))
+    left = convert_trl(file).left
+    assert "tracker" in left["GRPOTrainer.callbacks"]
+    assert "environment" in left["GRPOTrainer.tools"]
+    assert "checkpoint.resume" in left["train.resume_from_checkpoint"]
+
+
+def test_several_sources_in_a_file_of_verl_are_told(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    file = tmp_path / "run.sh"
+    file.write_text(f"main_ppo data.train_files={rows}")
+    for sources, is_told in ((["gsm8k", "math"], True), (["math", "math"], False)):
+        rows.write_text("".join(json.dumps({"prompt": "1", "data_source": s}) + "\n" for s in sources))
+        left = convert_verl(file, reward="exact_match").left
+        assert ("gsm8k, math in one task" in left.get("column data_source", "")) is is_told
+
+
+def test_names_of_runs_are_taken_over(tmp_path: Path) -> None:
+    assert trl(tmp_path, run_name="first").run["tracking.run_name"] == "first"
+    c = verl(tmp_path, "trainer.project_name=grpo", "trainer.experiment_name=first")
+    assert (c.run["tracking.experiment"], c.run["tracking.run_name"]) == ("grpo", "first")
+
+
+def test_a_rounded_number_of_steps_is_told(tmp_path: Path) -> None:
+    """Four updates a step here."""
+    c = trl(tmp_path, num_iterations=4, max_steps=40, eval_strategy="steps", eval_steps=2, save_steps=8)
+    told = {key: differs for _, key, differs in c.taken}
+    assert told["eval.every = 1"] == "2 updates there, 4 here"
+    assert not told["checkpoint.every = 2"]
+
+
+def test_shares_of_verl_s_files_stay_as_they_are(tmp_path: Path) -> None:
+    """A row of verl is as likely as any other, all through the run. Who edits one task edits no other."""
+    for name, number in (("a", 6), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1"}\n' * number)
+    file = tmp_path / "run.sh"
+    file.write_text(f"main_ppo data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]")
+    c = convert_verl(file, reward="exact_match")
+    assert c.run["scheduler.policy"] == "static"
+    c.write(tmp_path / "converted")
+    assert "&id" not in (tmp_path / "converted" / "tasks.yaml").read_text()
+
+
 def test_rewards_imported_by_a_script_are_named_where_they_live(tmp_path: Path) -> None:
     (tmp_path / "grpo.py").write_text(SCRIPT)
     c = convert_trl(tmp_path / "grpo.py")

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
 from multitask_rl.data.readers import RowsInBlocks, RowView, read_file, rows_of_table
+from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
@@ -383,6 +384,20 @@ def test_column_of_messages_is_used_as_it_is() -> None:
     ]
     text, _ = render_prompt(spec(), {"prompt": turns}, build_tokenizer(CHAT))
     assert text == "<s>[user]a\n[assistant]b\n[user]c\n[assistant]"
+
+
+def test_messages_with_other_keys_are_told_which_keys_they_need() -> None:
+    turns = [{"from": "human", "value": "a"}]
+    with pytest.raises(DataError, match=r"keys 'from', 'value'.*'role' and 'content'"):
+        render_prompt(spec(), {"prompt": turns}, build_tokenizer(CHAT))
+
+
+def test_a_missing_column_of_a_reward_is_named_where_it_is_read() -> None:
+    with pytest.raises(DataError, match=r"lacks labels\.gold, .* name a column of the row") as caught:
+        check_rows(spec("x.jsonl"), [{"prompt": "a", "labels": {"gold": 1}}], needs=["labels.gold"])
+    assert "{{" not in str(caught.value)
+    with pytest.raises(DataError, match=r"config: \{reference_column: answer\}"):
+        check_rows(spec("x.jsonl"), [{"prompt": "a", "answer": "1"}], needs=["reference"])
 
 
 def test_the_tasks_system_message_replaces_that_of_the_rows() -> None:

@@ -70,7 +70,15 @@ def test_pattern_takes_the_last_match_and_no_match_is_no_answer():
 
 
 @pytest.mark.parametrize(
-    "row", [{}, {"reference": None}, {"reference": ""}, {"reference": []}, {"reference": [" "]}]
+    "row",
+    [
+        {},
+        {"reference": None},
+        {"reference": ""},
+        {"reference": []},
+        {"reference": [" "]},
+        {"reference": {"gold": "a"}},
+    ],
 )
 def test_missing_reference_is_a_data_failure(row):
     for reward in (ExactMatch(ExactMatch.Config()), F1(F1.Config()), Rouge(Rouge.Config())):
