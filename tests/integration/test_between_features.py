@@ -312,6 +312,17 @@ def test_settings_that_would_fail_late_are_refused_before_a_model_loads(tmp_path
         plan_run(run_config(tmp_path, "out", 1, rollout=misspelt))
 
 
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_a_grammar_is_refused_where_the_engine_of_a_user_does_not_follow_it(tmp_path, executor):
+    constrained = "type: grpo, constraints: [{mode: grammar, config: {choices: [a, b]}}]"
+    write_run(tmp_path, COPY.replace("type: grpo", constrained))
+    (tmp_path / "engines.py").write_text("from multitask_rl.testing import FakeEngine\n")
+    own = RolloutConfig(engine=f"{tmp_path}/engines.py:FakeEngine")
+    with pytest.raises(ConfigError, match=r"tasks\.copy\.constraints: mode grammar .* not '.*:FakeEngine'"):
+        plan_run(run_config(tmp_path, "out", 1, rollout=own, executor=executor))
+    plan_run(run_config(tmp_path, "out", 1, executor=executor))
+
+
 def test_a_grammar_needs_no_device_and_leaves_that_of_a_judge_alone(tmp_path, monkeypatch):
     """A constraint of mode grammar has no plugin."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
