@@ -7,17 +7,21 @@ loaded under a private module name, so that ``math.py`` or ``code.py`` does not 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import difflib
 import hashlib
 import importlib
+import importlib.abc
 import importlib.metadata
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -292,22 +296,26 @@ def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     with path_errors("the plugin file", path, PLUGIN_FORMS, PluginError):
         source = path.read_bytes()
-    digest = hashlib.blake2b(str(path).encode() + source, digest_size=8).hexdigest()
-    private = f"{_PRIVATE}{digest}"
-    if private in sys.modules:
-        return sys.modules[private]
-    _append_path(path.parent)  # the file may import its neighbours
-    spec = importlib.util.spec_from_file_location(private, path)
-    assert spec is not None, path  # it ends in .py
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[private] = module  # dataclasses look their module up while it is being executed
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[private]
-        raise
-    return module
+    # a file that was edited is another module
+    digest = hashlib.blake2b(source, digest_size=8).hexdigest()
+    place = base64.urlsafe_b64encode(os.fsencode(path)).decode()
+    return importlib.import_module(f"{_PRIVATE}{digest}_{place}")
+
+
+class _PluginFiles(importlib.abc.MetaPathFinder):
+    """Finds a plugin file by the name of its module: another process unpickles what the file defines."""
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> ModuleSpec | None:
+        """Return how to load the file; None for any other module."""
+        if not fullname.startswith(_PRIVATE):
+            return None
+        place = fullname.removeprefix(_PRIVATE).partition("_")[2]
+        file = Path(os.fsdecode(base64.urlsafe_b64decode(place)))
+        _append_path(file.parent)  # the file may import its neighbours
+        return importlib.util.spec_from_file_location(fullname, file)
+
+
+sys.meta_path.append(_PluginFiles())
 
 
 def class_id(cls: type) -> str:

@@ -24,6 +24,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
+import multitask_rl.plugins  # noqa: F401 - an actor unpickles what plugin files define
 from multitask_rl.errors import ConfigError, EngineError, MultitaskRLError, require_extra
 from multitask_rl.lazy import without_collector
 

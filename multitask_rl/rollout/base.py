@@ -84,6 +84,8 @@ class RolloutEngine:
     """It samples from the actor's own tensors: ``update_weights`` is called with none."""
     can_watch: bool = False
     """Requests may have a ``Watch``."""
+    can_constrain: bool = False
+    """Requests may have a grammar (``SamplingParams.grammar``)."""
     can_admit: bool = False
     """``admit`` works: requests may join the open stream."""
     policy_version: int = 0

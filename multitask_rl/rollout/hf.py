@@ -86,6 +86,7 @@ class HFEngine(RolloutEngine):
     Config = HFConfig
     shares_weights = True
     can_watch = True
+    can_constrain = True
 
     def __init__(
         self,

@@ -394,6 +394,12 @@ def _check_task(spec: TaskSpec, plan: RunPlan) -> None:
             f"{where}.constraints: a grammar decides where a response ends, a stop string could cut it "
             f"before ({', '.join(map(repr, stop))}); set tasks.{spec.name}.sampling.stop=[]"
         )
+    if spec.grammar and not plan.engine_class.can_constrain:
+        raise ConfigError(
+            f"{where}.constraints: mode grammar needs an engine that samples by it: rollout.engine=hf or "
+            f"vllm, not {config.rollout.engine!r}; leave that constraint out, or set can_constrain in the "
+            "engine's class if it follows SamplingParams.grammar"
+        )
     if any(c.stream_every for c in spec.constraints) and not plan.engine_class.can_watch:
         raise ConfigError(
             f"{where}.constraints: stream_every needs an engine that can be watched while it generates: "

@@ -219,7 +219,7 @@ class RunStore:
         A run that resumes itself drops its records after the checkpoint; other records are set aside.
 
         Raises:
-            ConfigError: the run was made with another model.
+            ConfigError: the run was made with another model, of the actor or of the critic.
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
         track, found = self._track, self._found
@@ -275,14 +275,18 @@ class RunStore:
         new = dict(dotted(_resolved(config, specs)))
         if not (old.get("tasks_file") and new.get("tasks_file")):
             new.pop("tasks_file", None)  # a run without a tasks file has its tasks in ``config.yaml``
-        model = "model.name_or_path"
-        if old.get(model) and _model_name(old[model]) != _model_name(new[model]):
-            raise ConfigError(
-                f"the run in {str(self._owner)!r} was made with {model}={old[model]!r}, and now it is "
-                f"{new[model]!r}: its checkpoints would go on with the former weights. Choose another "
-                "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
-                "another name, correct config.yaml there"
-            )
+        has_critic = self._found is not None and any(n.startswith("critic/") for n in self._found.tensors)
+        # an actor given in Python may have no name
+        models = ["model.name_or_path"] if old.get("model.name_or_path") else []
+        models += ["critic.trunk", "critic.name_or_path"] if has_critic else []
+        for key in models:
+            if key in old and _model_name(old[key]) != _model_name(new[key]):
+                raise ConfigError(
+                    f"the run in {str(self._owner)!r} was made with {key}={old[key]!r}, and now it is "
+                    f"{new[key]!r}: its checkpoints would go on with the former weights. Choose another "
+                    "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
+                    "another name, correct config.yaml there"
+                )
         places = {f"tasks.{name}.source" for name in specs}
         former = old_tasks if isinstance(old_tasks := config_before.get("tasks"), dict) else {}
         tasks = {"tasks": (list(former), list(specs))} if former and former.keys() != specs.keys() else {}

@@ -10,6 +10,7 @@ decides which groups are late (docs/overlap.md).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import time
@@ -52,6 +53,8 @@ class Experience:
     """Per task: ``staleness`` (mean, in updates), ``carried_over`` and ``dropped_stale`` (groups)."""
     shortfall: dict[str, int] = field(default_factory=dict)
     """Groups per task that the next quotas give back."""
+    late: Counter[str] = field(default_factory=Counter)
+    """Groups per task that became late in this step, less those of earlier steps that are late no more."""
 
 
 @dataclass(slots=True)
@@ -121,6 +124,8 @@ class ExperienceSource:
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
         self._late: list[_Sampled] = []
+        self._num_late = Counter[str]()
+        """Late groups of the steps that were taken, by task."""
         self._judging: list[Span] = []
         """When the step under way waited for verdicts."""
 
@@ -151,6 +156,7 @@ class ExperienceSource:
     def take(self) -> None:
         """Make final what ``next`` drew: ``rewind`` keeps it. Add the shortfall to the next quotas."""
         experience = self._ahead.popleft().experience
+        self._num_late.update(experience.late)
         self._scheduler.carry_over(experience.shortfall, sum(experience.quotas.values()))
 
     def wait_for_sampling(self) -> None:
@@ -170,8 +176,9 @@ class ExperienceSource:
         """Undo the draws of batches that were never trained on."""
         if not self._ahead:
             return
-        undone = list(self._ahead)
+        undone, num_late = list(self._ahead), self._num_late.copy()
         self.clear()
+        self._num_late = num_late
         for batch in reversed(undone):  # the oldest cursor of a task counts
             carry, after = batch.before["carry"], batch.before["after"]
             if self._scheduler.carry != after:  # steps that were made since have changed it, too
@@ -196,6 +203,17 @@ class ExperienceSource:
         self._rollout.drop(math.inf)
         self._ahead.clear()
         self._late.clear()
+        self._num_late.clear()
+
+    @contextlib.contextmanager
+    def giving_back_late_groups(self) -> Iterator[None]:
+        """Let later quotas give back the late groups inside the block: a checkpoint leaves them out."""
+        carry = dict(self._scheduler.carry)
+        self._scheduler.carry_over(+self._num_late, self._config.batch.prompts_per_step)
+        try:
+            yield
+        finally:
+            self._scheduler.carry = carry
 
     def close(self) -> None:
         """End the thread and what it samples. Idempotent."""
@@ -324,9 +342,10 @@ class ExperienceSource:
         carried, dropped = self._carry_over(experience, arrived)
         for sampled in passes:
             dropped.update(sampled.dropped)
+        experience.late = num_late()
+        experience.late.subtract(carried + dropped)
         entitled = Counter(quotas)
-        entitled.update(carried + dropped)
-        entitled.subtract(num_late())
+        entitled.subtract(experience.late)
         if self._config.batch.refill_rounds:
             experience.shortfall = self._refill.shortfall(experience.kept, entitled)
         else:  # groups without a gradient are not given back, those that were too late are

@@ -456,6 +456,7 @@ class ConstraintStage(StreamingStage):
                 judged += own_task
                 yield [rollout for _, rollout in own_task]
             judged.sort(key=lambda pair: pair[1].order)
+            rounds[number].undecided.clear()  # else the engine would be given their next attempts once more
             following = [self._next_attempt(r) for i, r in judged if i not in rounds[number].followed]
             again = [slot for slot in following if slot is not None]
             for part in self._rollout.sample(again) if again else []:

@@ -15,6 +15,7 @@ from multitask_rl.cli import main
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
+    CriticConfig,
     EvalConfig,
     GuardConfig,
     LoraConfig,
@@ -126,6 +127,42 @@ def test_a_fork_with_other_rewards_or_tasks_is_judged_anew_and_says_what_differs
         ConfigError, match=r"was made with model\.name_or_path=.* would go on with the former"
     ):
         train(replace(config, model=replace(config.model, name_or_path=str(other))))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ("one", "two", r"critic\.name_or_path='.*one', and now it is '.*two'"),
+        ("one", "", r"critic\.name_or_path='.*one', and now it is ''"),
+        ("", "one", r"critic\.name_or_path='', and now it is '.*one'"),
+        ("one", None, r"critic\.trunk='separate', and now it is 'actor'"),
+        (None, "", r"critic\.trunk='actor', and now it is 'separate'"),
+    ],
+)
+def test_a_resume_with_another_critic_is_refused_as_one_with_another_actor_is(tmp_path, before, now, said):
+    write_run(tmp_path, COPY.replace("grpo", "ppo"))
+    for name in ("one", "two"):
+        shutil.copytree(tmp_path / "actor", tmp_path / name)
+
+    def critic(name):
+        if name is None:
+            return CriticConfig()
+        return CriticConfig(trunk="separate", name_or_path=str(tmp_path / name) if name else "")
+
+    train(run_config(tmp_path, "run", 1, critic=critic(before), **SMALL))
+    checkpoint = CheckpointConfig(resume=str(tmp_path / "run/checkpoints/step_00000001"))
+    for change in ({"output": "run"}, {"output": "fork", "checkpoint": checkpoint}):
+        with pytest.raises(ConfigError, match=f"was made with {said}: .* would go on with the former"):
+            train(run_config(tmp_path, max_steps=2, critic=critic(now), **{**SMALL, **change}))
+
+
+def test_a_run_that_had_no_critic_may_get_one_of_any_kind_at_a_resume(tmp_path):
+    write_run(tmp_path, COPY)
+    train(run_config(tmp_path, "run", 1, **SMALL))
+    write_run(tmp_path, COPY + DIGIT.replace("grpo", "ppo"))
+    resumed = train(run_config(tmp_path, "run", 2, critic=CriticConfig(trunk="separate"), **SMALL))
+    assert resumed.critic.trunk is not None
+    assert any("critic.trunk: 'actor' -> 'separate'" in event.reason for event in resumed.events)
 
 
 CHANGED = """
@@ -273,6 +310,17 @@ def test_settings_that_would_fail_late_are_refused_before_a_model_loads(tmp_path
     misspelt = RolloutConfig(engine_config={"weigths": "bfloat16"})
     with pytest.raises(ConfigError, match=r"rollout\.engine_config.* 'weigths'"):
         plan_run(run_config(tmp_path, "out", 1, rollout=misspelt))
+
+
+@pytest.mark.parametrize("executor", ["local", "ray"])
+def test_a_grammar_is_refused_where_the_engine_of_a_user_does_not_follow_it(tmp_path, executor):
+    constrained = "type: grpo, constraints: [{mode: grammar, config: {choices: [a, b]}}]"
+    write_run(tmp_path, COPY.replace("type: grpo", constrained))
+    (tmp_path / "engines.py").write_text("from multitask_rl.testing import FakeEngine\n")
+    own = RolloutConfig(engine=f"{tmp_path}/engines.py:FakeEngine")
+    with pytest.raises(ConfigError, match=r"tasks\.copy\.constraints: mode grammar .* not '.*:FakeEngine'"):
+        plan_run(run_config(tmp_path, "out", 1, rollout=own, executor=executor))
+    plan_run(run_config(tmp_path, "out", 1, executor=executor))
 
 
 def test_a_grammar_needs_no_device_and_leaves_that_of_a_judge_alone(tmp_path, monkeypatch):

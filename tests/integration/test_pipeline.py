@@ -1,5 +1,6 @@
 """Overlap: the same run whatever the clock does, from the scheduled versions, without losing data."""
 
+import contextlib
 import json
 import math
 import os
@@ -254,6 +255,80 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     assert {r["draw"] for r in slow if r["policy_version"] == 1} == {4, 5, 6, 7}
     assert {r["step"] for r in slow} == {3}
     assert steps[2]["task/slow/staleness"] > 0.0
+
+
+@pytest.mark.parametrize("fails_after", [None, "rollout", "rewards"])
+def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, fails_after):
+    write_run(tmp_path, TWO_TASKS)
+    gate = tmp_path / "gate"
+    (tmp_path / "gated.py").write_text(GATED)
+    gate.touch()
+    settings = {
+        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
+        "batch": BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
+        "scheduler": SchedulerConfig(policy="uniform"),
+        "eval": EvalConfig(every=0, num_prompts=1),
+        "checkpoint": CheckpointConfig(every=0),
+    }
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 3 if fails_after else 1, **settings))
+
+    def switch(rollout: Rollout) -> Rollout:
+        if trainer.step == 0:
+            gate.unlink(missing_ok=True)
+        else:
+            gate.touch()
+        return rollout
+
+    def fail(record: Rollout | Scored) -> Rollout | Scored:
+        if trainer.step == 1:
+            raise ZeroDivisionError
+        return record
+
+    trainer.insert_stage(Stage("switch", switch, consumes=Rollout, produces=Rollout), after="rollout")
+    if fails_after:
+        kind = Rollout if fails_after == "rollout" else Scored
+        trainer.insert_stage(Stage("fail", fail, consumes=kind, produces=kind), after=fails_after)
+    with pytest.raises(ZeroDivisionError) if fails_after else contextlib.nullcontext():
+        trainer.train()
+    gate.touch()
+    train(run_config(tmp_path, "out", 3, **settings))
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    # four late groups are owed, half of them by this task itself
+    assert [row["task/slow/share_requested"] for row in steps] == [0.5, 0.75, 0.5]
+    learnt = {r["draw"] for r in records(tmp_path / "out") if r["task"] == "slow"}
+    assert learnt, "the gate is open"
+    assert learnt.isdisjoint(range(4)), "late groups are not drawn again"
+
+
+def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(tmp_path):
+    write_run(tmp_path, TWO_TASKS)
+    gate = tmp_path / "gate"
+    (tmp_path / "gated.py").write_text(GATED)
+    gate.touch()
+    config = run_config(
+        tmp_path,
+        "out",
+        4,
+        rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
+        batch=BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
+        scheduler=SchedulerConfig(policy="uniform"),
+        eval=EvalConfig(every=0, num_prompts=1),
+        checkpoint=CheckpointConfig(every=1),
+    )
+    trainer = Trainer.from_config(config)
+
+    def switch(rollout: Rollout) -> Rollout:
+        if trainer.step == 0:
+            gate.unlink(missing_ok=True)
+        else:
+            gate.touch()
+        return rollout
+
+    trainer.insert_stage(Stage("switch", switch, consumes=Rollout, produces=Rollout), after="rollout")
+    trainer.train()
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    assert sum(row["task/slow/carried_over"] for row in steps) >= 4.0
+    assert [row["task/slow/share_requested"] for row in steps] == [0.5] * 4
 
 
 def test_the_timeline_tells_who_was_busy_and_who_waited(finished):

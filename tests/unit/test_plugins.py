@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -158,3 +159,17 @@ def test_keys_for_a_plugin_without_config_are_refused() -> None:
 def test_constructor_that_raises_is_a_plugin_error() -> None:
     with pytest.raises(PluginError, match=r"here: .*Typed could not be built: RuntimeError: no such model"):
         build_plugin(Typed, {"name": "boom"}, where="here")
+
+
+@pytest.mark.parametrize("entered", ["multitask_rl.executor.group", "multitask_rl.training.backends.replica"])
+def test_what_a_plugin_file_defines_is_found_by_learner_ranks_and_ray_actors(
+    tmp_path: Path, entered: str
+) -> None:
+    (tmp_path / "beside.py").write_text("BASE = int\n")
+    (tmp_path / "kinds.py").write_text("from beside import BASE\n\n\nclass Own(BASE):\n    pass\n")
+    own = load_plugin(REWARDS, f"{tmp_path}/kinds.py:Own")
+    code = (
+        f"import sys, pickle, {entered}; value = pickle.load(sys.stdin.buffer); "
+        "assert (type(value).__name__, value) == ('Own', 7), value"
+    )
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(own(7)), check=True, timeout=60)

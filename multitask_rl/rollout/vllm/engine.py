@@ -76,6 +76,7 @@ class VLLMEngine(RolloutEngine):
     """
 
     can_watch = True
+    can_constrain = True
     can_admit = True
 
     Config = VLLMConfig

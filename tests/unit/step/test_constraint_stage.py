@@ -75,7 +75,7 @@ class Judge:
         self.order = order or ()
 
     def known(self, index: int) -> Mapping[str, Any] | None:
-        return self._verdicts(index) if self._at_once else None
+        return self._verdicts(index) if self._at_once or self.order else None
 
     def is_done(self, index: int) -> bool:
         return True
