@@ -213,6 +213,16 @@ def test_a_run_that_ends_does_not_wait_until_the_batch_under_way_is_sampled(tmp_
     assert saved == (set() if fails else {"step_00000001"})
 
 
+WITHOUT_HALF = {
+    "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
+    "batch": BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
+    "scheduler": SchedulerConfig(policy="uniform"),
+    "eval": EvalConfig(every=0, num_prompts=1),
+    "checkpoint": CheckpointConfig(every=0),
+}
+"""A step goes on without half of its groups."""
+
+
 def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     write_run(tmp_path, TWO_TASKS)
     gate = tmp_path / "gate"
@@ -222,11 +232,7 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
         tmp_path,
         "out",
         3,
-        rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
-        batch=BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
-        scheduler=SchedulerConfig(policy="uniform"),
-        eval=EvalConfig(every=0, num_prompts=1),
-        checkpoint=CheckpointConfig(every=0),
+        **WITHOUT_HALF,
     )
     trainer = Trainer.from_config(config)
 
@@ -263,14 +269,7 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
     gate = tmp_path / "gate"
     (tmp_path / "gated.py").write_text(GATED)
     gate.touch()
-    settings = {
-        "rollout": RolloutConfig(max_new_tokens=4, max_staleness=1),
-        "batch": BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
-        "scheduler": SchedulerConfig(policy="uniform"),
-        "eval": EvalConfig(every=0, num_prompts=1),
-        "checkpoint": CheckpointConfig(every=0),
-    }
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 3 if fails_after else 1, **settings))
+    trainer = Trainer.from_config(run_config(tmp_path, "out", 3 if fails_after else 1, **WITHOUT_HALF))
 
     def switch(rollout: Rollout) -> Rollout:
         if trainer.step == 0:
@@ -291,7 +290,7 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
     with pytest.raises(ZeroDivisionError) if fails_after else contextlib.nullcontext():
         trainer.train()
     gate.touch()
-    train(run_config(tmp_path, "out", 3, **settings))
+    train(run_config(tmp_path, "out", 3, **WITHOUT_HALF))
     steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
     # four late groups are owed, half of them by this task itself
     assert [row["task/slow/share_requested"] for row in steps] == [0.5, 0.75, 0.5]
@@ -309,11 +308,7 @@ def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(
         tmp_path,
         "out",
         4,
-        rollout=RolloutConfig(max_new_tokens=4, max_staleness=1),
-        batch=BatchConfig(prompts_per_step=8, group_size=4, refill_rounds=0, quorum=0.5),
-        scheduler=SchedulerConfig(policy="uniform"),
-        eval=EvalConfig(every=0, num_prompts=1),
-        checkpoint=CheckpointConfig(every=1),
+        **{**WITHOUT_HALF, "checkpoint": CheckpointConfig(every=1)},
     )
     trainer = Trainer.from_config(config)
 
