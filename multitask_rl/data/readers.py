@@ -56,29 +56,6 @@ class LazyRows(Sequence[Row]):
         return self._get(index % self._length)
 
 
-class RowsInBlocks(LazyRows):
-    """Rows that ``read(start, end)`` gives: one or more of them, from ``start`` on.
-
-    Reading many rows of a table at once takes a tenth of the time of one after another. Whoever goes through
-    the rows, or through most of them, gets them from blocks that grow to ``BLOCK``; a row from anywhere else
-    is read alone.
-    """
-
-    def __init__(self, length: int, read: Callable[[int, int], Sequence[Row]]) -> None:
-        self._read = read
-        self._held: tuple[int, Sequence[Row]] = (0, ())
-        """The last block, and the index of its first row; threads may replace it at any time."""
-        super().__init__(length, self._get_from_block)
-
-    def _get_from_block(self, index: int) -> Row:
-        start, rows = self._held
-        if not start <= index < start + len(rows):
-            is_next = 0 <= index - start - len(rows) < _GAP
-            size = min(2 * len(rows) or 1, BLOCK) if is_next else 1
-            start, rows = self._held = index, self._read(index, min(index + size, len(self)))
-        return copy.deepcopy(rows[index - start])
-
-
 class RowView(LazyRows):
     """Some rows of ``rows``, in the order of ``indices``."""
 
@@ -93,6 +70,26 @@ class ReportedRows(RowView):
 
 class GeneratedRows(LazyRows):
     """Rows that a program makes: all have the same columns, and making one may be slow."""
+
+
+def rows_in_blocks(length: int, read: Callable[[int, int], Sequence[Row]]) -> LazyRows:
+    """Return rows that ``read(start, end)`` gives: those from ``start`` on, at least one.
+
+    Reading many rows of a table at once takes a tenth of the time of one after another. Whoever goes through
+    all rows, or most, gets them from blocks that grow to ``BLOCK``; a row from anywhere else is read alone.
+    """
+    held: tuple[int, Sequence[Row]] = (0, ())  # the last block, after the index of its first row
+
+    def get(index: int) -> Row:
+        nonlocal held
+        start, rows = held  # another thread may replace it
+        if not start <= index < start + len(rows):
+            is_next = 0 <= index - start - len(rows) < _GAP
+            size = min(2 * len(rows) or 1, BLOCK) if is_next else 1
+            start, rows = held = index, read(index, min(index + size, length))
+        return copy.deepcopy(rows[index - start])
+
+    return LazyRows(length, get)
 
 
 class StreamedRows(LazyRows):
@@ -219,7 +216,7 @@ def rows_of_table(data: Any, where: str) -> LazyRows:
         columns = data[start:end]
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    return RowsInBlocks(len(data), read)
+    return rows_in_blocks(len(data), read)
 
 
 class _OpenFile:
@@ -342,7 +339,7 @@ def _read_parquet(path: Path) -> Rows:
             )
         return read(start, (start + end) // 2)
 
-    return RowsInBlocks(table.num_rows, read)
+    return rows_in_blocks(table.num_rows, read)
 
 
 def _text_bytes(array: Any) -> int:

@@ -20,7 +20,7 @@ import datasets
 if "transformers" in sys.modules:
     import evaluate
 else:
-    # it would load transformers and torch into each reward worker (9 s, 370 MiB), for its pipelines alone
+    # for its pipelines alone it would load transformers and torch into a reward worker: 9 s, 370 MiB
     sys.modules["transformers"] = None  # type: ignore[assignment]  # its import fails, as if not installed
     try:
         import evaluate

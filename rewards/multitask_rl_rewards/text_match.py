@@ -42,8 +42,8 @@ def _encodable(text: str) -> str:
 class _ReferenceReward(ABC):
     """Common part: find the answer, find the references, compare the batch in one ``compute``."""
 
-    # evaluate imports torch: one process holds it, not every worker. The comparison itself cannot hang; a
-    # pattern can (see isolates).
+    # evaluate takes seconds to import: one process does, not every worker. The comparison itself cannot
+    # hang; a pattern can (see isolates).
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0, isolate=False)
 
     @dataclass(kw_only=True, slots=True)

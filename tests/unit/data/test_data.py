@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
-from multitask_rl.data.readers import RowsInBlocks, RowView, read_file, rows_of_table
+from multitask_rl.data.readers import RowView, read_file, rows_in_blocks, rows_of_table
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
@@ -615,7 +615,7 @@ def test_rows_in_order_come_from_few_reads_and_others_from_one_each() -> None:
         return [{"list": [i]} for i in range(start, end - (end - start) // 3)]  # fewer than are asked for
 
     size = 20_000
-    rows = RowsInBlocks(size, read)
+    rows = rows_in_blocks(size, read)
     assert [row["list"][0] for row in rows] == list(range(size))
     assert len(reads) < 60
     reads.clear()
