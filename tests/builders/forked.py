@@ -84,11 +84,13 @@ def main():
 
     with without_collector():
         import datasets  # noqa: F401
-        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401
 
         from multitask_rl.cli import train  # noqa: F401
         from multitask_rl.trainer import Trainer  # noqa: F401
         from multitask_rl.training.backends import replica  # noqa: F401
+
+        # after ours, which leave scikit-learn out
+        from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # isort: skip
 
         with suppress(ImportError):  # a machine with a GPU may lack it
             import mlflow  # noqa: F401
