@@ -2,4 +2,4 @@
 
 from multitask_rl.lazy import import_generation
 
-import_generation()  # whoever computes with a model imports this package before it loads one
+import_generation()  # every process that loads a model imports this package first

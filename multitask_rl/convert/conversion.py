@@ -233,7 +233,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes each value out: who edits one task edits no other."""
+    """Writes no YAML aliases: an edit of one task changes no other task."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

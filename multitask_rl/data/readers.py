@@ -31,6 +31,7 @@ BLOCK = 1024
 _GAP = 64
 """Rows that may be passed over where rows are read in their order: those that are held out."""
 _BLOCK_BYTES = 1 << 22
+"""Of the texts in a block of rows."""
 _FREE_BYTES = 1 << 28
 _RATIO = 100
 """A compressed file may expand to ``_FREE_BYTES`` or ``_RATIO`` times its size, whichever is more: text
@@ -75,8 +76,8 @@ class GeneratedRows(LazyRows):
 def rows_in_blocks(length: int, read: Callable[[int, int], Sequence[Row]]) -> LazyRows:
     """Return rows that ``read(start, end)`` gives: those from ``start`` on, at least one.
 
-    Reading many rows of a table at once takes a tenth of the time of one after another. Whoever goes through
-    all rows, or most, gets them from blocks that grow to ``BLOCK``; a row from anywhere else is read alone.
+    A table gives many rows at once in a tenth of the time of single reads. Rows that are asked for in their
+    order are therefore read in blocks, which grow to ``BLOCK`` rows. Any other row is read alone.
     """
     held: tuple[int, Sequence[Row]] = (0, ())  # the last block, after the index of its first row
 

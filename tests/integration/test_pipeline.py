@@ -223,18 +223,30 @@ WITHOUT_HALF = {
 """A step goes on without half of its groups."""
 
 
+def gated_trainer(directory, steps, **changes):
+    """Return a trainer of ``TWO_TASKS``, and the gate that its slow rewards wait for; it is open."""
+    write_run(directory, TWO_TASKS)
+    gate = directory / "gate"
+    (directory / "gated.py").write_text(GATED)
+    gate.touch()
+    return Trainer.from_config(run_config(directory, "out", steps, **{**WITHOUT_HALF, **changes})), gate
+
+
+def close_in_first_step(trainer, gate):
+    """Close the gate after the first rollout; open it in the next step."""
+
+    def switch(rollout: Rollout) -> Rollout:
+        if trainer.step == 0:
+            gate.unlink(missing_ok=True)
+        else:
+            gate.touch()
+        return rollout
+
+    trainer.insert_stage(Stage("switch", switch, consumes=Rollout, produces=Rollout), after="rollout")
+
+
 def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
-    write_run(tmp_path, TWO_TASKS)
-    gate = tmp_path / "gate"
-    (tmp_path / "gated.py").write_text(GATED)
-    gate.touch()  # evaluation waits for everything
-    config = run_config(
-        tmp_path,
-        "out",
-        3,
-        **WITHOUT_HALF,
-    )
-    trainer = Trainer.from_config(config)
+    trainer, gate = gated_trainer(tmp_path, 3)
 
     def close(rollout: Rollout) -> Rollout:
         if trainer.step == 0:
@@ -265,25 +277,14 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
 
 @pytest.mark.parametrize("fails_after", [None, "rollout", "rewards"])
 def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, fails_after):
-    write_run(tmp_path, TWO_TASKS)
-    gate = tmp_path / "gate"
-    (tmp_path / "gated.py").write_text(GATED)
-    gate.touch()
-    trainer = Trainer.from_config(run_config(tmp_path, "out", 3 if fails_after else 1, **WITHOUT_HALF))
-
-    def switch(rollout: Rollout) -> Rollout:
-        if trainer.step == 0:
-            gate.unlink(missing_ok=True)
-        else:
-            gate.touch()
-        return rollout
+    trainer, gate = gated_trainer(tmp_path, 3 if fails_after else 1)
+    close_in_first_step(trainer, gate)
 
     def fail(record: Rollout | Scored) -> Rollout | Scored:
         if trainer.step == 1:
             raise ZeroDivisionError
         return record
 
-    trainer.insert_stage(Stage("switch", switch, consumes=Rollout, produces=Rollout), after="rollout")
     if fails_after:
         kind = Rollout if fails_after == "rollout" else Scored
         trainer.insert_stage(Stage("fail", fail, consumes=kind, produces=kind), after=fails_after)
@@ -300,26 +301,8 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
 
 
 def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(tmp_path):
-    write_run(tmp_path, TWO_TASKS)
-    gate = tmp_path / "gate"
-    (tmp_path / "gated.py").write_text(GATED)
-    gate.touch()
-    config = run_config(
-        tmp_path,
-        "out",
-        4,
-        **{**WITHOUT_HALF, "checkpoint": CheckpointConfig(every=1)},
-    )
-    trainer = Trainer.from_config(config)
-
-    def switch(rollout: Rollout) -> Rollout:
-        if trainer.step == 0:
-            gate.unlink(missing_ok=True)
-        else:
-            gate.touch()
-        return rollout
-
-    trainer.insert_stage(Stage("switch", switch, consumes=Rollout, produces=Rollout), after="rollout")
+    trainer, gate = gated_trainer(tmp_path, 4, checkpoint=CheckpointConfig(every=1))
+    close_in_first_step(trainer, gate)
     trainer.train()
     steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
     assert sum(row["task/slow/carried_over"] for row in steps) >= 4.0

@@ -486,7 +486,7 @@ def test_a_rounded_number_of_steps_is_told(tmp_path: Path) -> None:
 
 
 def test_shares_of_verl_s_files_stay_as_they_are(tmp_path: Path) -> None:
-    """A row of verl is as likely as any other, all through the run. Who edits one task edits no other."""
+    """verl draws every row equally often during the whole run. An edit of one task changes no other task."""
     for name, number in (("a", 6), ("b", 2)):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1"}\n' * number)
     file = tmp_path / "run.sh"

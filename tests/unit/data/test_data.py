@@ -626,7 +626,7 @@ def test_rows_in_order_come_from_few_reads_and_others_from_one_each() -> None:
     for index in (7000, 3, 9000, 12, 8500, -1):
         assert rows[index]["list"] == [index % size]
     assert sum(end - start for start, end in reads) == 6
-    rows[100]["list"].append("changed by whoever took the row")
+    rows[100]["list"].append("changed by a caller")
     assert rows[100]["list"] == [100]
 
 
