@@ -41,6 +41,9 @@ class AlgorithmConfig(Settings):
     """Loss denominator of the task: ``token`` (mean over its tokens), ``sequence`` (mean over samples of
     their token means) or ``constant`` (sum over tokens / (samples * token limit of a response or episode)).
     Means leave out tokens that a grammar forced, unless the task has a critic."""
+    mask_truncated: bool = False
+    """Leave the tokens of responses that reached the token limit out of the loss and its token counts. Their
+    rewards still count in the advantages of others (DAPO's "overlong filtering")."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -40,6 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
     "scale_rewards": "group",
     "importance_sampling_level": "token",
     "multi_objective_aggregation": "sum_then_normalize",
+    "mask_truncated_completions": False,
     "entropy_coef": 0.0,
     "use_vllm": False,
     "vllm_mode": "colocate",
@@ -64,10 +65,6 @@ DEFAULTS: Mapping[str, Any] = {
     "dataset_test_split": "test",
 }
 REASONS: Mapping[str, str] = {
-    "mask_truncated_completions": (
-        "a response at the token limit is trained on like any other; type dapo has a length penalty, "
-        "and a constraint of mode reject can sample again"
-    ),
     "min_p|repetition_penalty|generation_kwargs|cache_implementation": (
         "the actor is sampled by temperature, top_p and top_k only, so that log-probabilities of "
         "training are those of sampling"
@@ -268,6 +265,7 @@ def _put_algorithm(c: Conversion) -> None:
     told = "TRL divides by the deviation of the whole batch, here it is a running mean within groups"
     told = told if normalisation == "task" else ""
     c.put("task.algorithm_config.normalisation", normalisation, "scale_rewards", differs=told)
+    c.carry("task.algorithm_config.mask_truncated", "mask_truncated_completions")
     entropy = c.get("entropy_coef")
     same = _AGGREGATION.get(loss) == "token" or entropy == 0
     told = "" if same else "TRL's bonus is a mean over tokens, here it is summed up as the loss is"

@@ -25,11 +25,15 @@ def sampled_as(rollout: Rollout) -> Sampled:
 
 
 def advantages_of(credited: Iterable[CreditedSample]) -> dict[Sampled, Tensor]:
-    """Return the advantages [T] of each rollout; the parts of an episode are joined."""
-    found: dict[Sampled, list[Tensor]] = {}
+    """Return the advantages [T] of each rollout with tokens in the loss; parts of an episode are joined."""
+    found: dict[Sampled, list[CreditedSample]] = {}
     for one in credited:
-        found.setdefault(sampled_as(one.sample.scored.rollout), []).append(one.advantages)
-    return {key: torch.cat(own) for key, own in found.items()}
+        found.setdefault(sampled_as(one.sample.scored.rollout), []).append(one)
+    return {
+        key: torch.cat([part.advantages for part in own])
+        for key, own in found.items()
+        if any(part.num_choices for part in own)
+    }
 
 
 class TokenTexts:

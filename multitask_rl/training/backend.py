@@ -71,7 +71,8 @@ class CreditedSample:
     """[T]"""
     choices: Tensor | None = None
     """[T] bool: the tokens in the loss and in its denominator; None = all. Tokens that a grammar forced are
-    left out: their probability is 1 under any weights."""
+    left out, because their probability is 1 under any weights, and with ``mask_truncated`` those of responses
+    at the limit."""
     has_gradient: bool = True
     """False: the loss does not depend on the sample; the sample only counts in the denominator."""
     fraction: float = 1.0

@@ -103,7 +103,13 @@ class CreditAssigner:
 
         advantages = by_part(credit.advantages)
         returns = None if credit.returns is None else by_part(credit.returns)
-        choices = None if batch.choices is None else by_part(batch.choices)
+        in_loss = batch.choices
+        # after the credit: a group's baseline counts truncated responses
+        if task.algorithm.config.mask_truncated:
+            ended = torch.tensor([not s.scored.rollout.is_truncated for s in samples])
+            ended = ended.repeat_interleave(batch.lengths)
+            in_loss = ended if in_loss is None else in_loss & ended
+        choices = None if in_loss is None else by_part(in_loss)
         old = before.old_logprobs if before and self._many_updates else None
         ref = before.ref_logprobs if before else None
         values = before.values if before else None
@@ -123,9 +129,9 @@ class CreditAssigner:
         has_gradient = [not may_skip or bool(own.any()) for own in advantages]
         if choices is not None:
             has_gradient = [h and bool(own.any()) for h, own in zip(has_gradient, choices, strict=True)]
-        in_loss = [int(own.sum()) for own in choices] if choices else [len(p.response_ids) for p in parts]
+        counts = [int(own.sum()) for own in choices] if choices else [len(p.response_ids) for p in parts]
         whole: Counter[int] = Counter()
-        for (sample, _), number in zip(whole_and_parts, in_loss, strict=True):
+        for (sample, _), number in zip(whole_and_parts, counts, strict=True):
             whole[id(sample)] += number
         return [
             CreditedSample(
@@ -137,7 +143,7 @@ class CreditAssigner:
                 returns=returns[i] if returns else None,
                 choices=choices[i] if choices else None,
                 has_gradient=has_gradient[i],
-                fraction=in_loss[i] / whole[id(sample)]
+                fraction=counts[i] / whole[id(sample)]
                 if whole[id(sample)]
                 else len(part.response_ids) / len(sample.response_ids),
             )

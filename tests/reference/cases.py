@@ -75,6 +75,9 @@ def draw_case(seed: int) -> Case:
     )
     # a stream of its own, so that all other draws of a seed stay as they were
     settings.adam_eps = random.Random(f"adam_eps {seed}").choice([1e-8, 1e-8, 1e-3])
+    for task in tasks:
+        if random.Random(f"mask_truncated {seed} {task.name}").random() < 0.2:
+            task.given["mask_truncated"] = task.config["mask_truncated"] = True
     settings.policy_config = _policy(rng, settings.policy)
     num_steps = rng.choice([1, 2, 3])
     if settings.eval_every:

@@ -240,7 +240,7 @@ def token_weights(
         own = [other for other in part if other.task == s.task]
         present = sum(any(other.task == s.task for other in p) for p in parts)
         denominator = {
-            "token": sum(len(other.ids) for other in own),
+            "token": max(1, sum(len(other.ids) for other in own if not other.is_masked)),
             "sequence": len(own) * len(s.ids),
             "constant": len(own) * task.max_new_tokens,
         }[task.config["aggregation"]]
@@ -256,4 +256,4 @@ def can_matter(task: Task, beta: float, s: Sample) -> bool:
         or (beta > 0.0 and task.kl_placement == "loss")
         or task.type in ("ppo", "reward_conditioned")
     )
-    return always or bool((s.advantages.abs() > 1e-9).any())
+    return not s.is_masked and (always or bool((s.advantages.abs() > 1e-9).any()))

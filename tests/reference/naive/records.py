@@ -63,6 +63,8 @@ class Sample:
     rollout_logprobs: list[float] | None
     """None: not sampled by the policy."""
     reference_prompt: list[int]
+    is_masked: bool = False
+    """Its tokens are not in the loss, nor in the number of tokens that divides it."""
     terms: list[tuple[float, float]] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     """One per multiplier; NaN where the constraint does not concern the response."""

@@ -14,6 +14,7 @@ _BASE = {
     "clip_high": 0.2,
     "dual_clip": 3.0,
     "truncated_is": 2.0,
+    "mask_truncated": False,
     "entropy_coefficient": 0.0,
     "aggregation": "token",
 }

@@ -245,6 +245,7 @@ class Run:
                         reward=reward,
                         rollout_logprobs=None if conditioned else a.logprobs,
                         reference_prompt=plain,
+                        is_masked=task.config["mask_truncated"] and a.finish == "length",
                         terms=list(a.terms) or [(w, math.nan) for w, _ in self.empty_terms(task.name)],
                         costs=[a.cost(m.rule.name) for m in self.multipliers[task.name]],
                     )

@@ -320,9 +320,10 @@ def test_rewards_are_scaled_alike(tmp_path: Path, scale: str | bool, std: float)
     assert any("whole batch" in differs for _, _, differs in batch_wide.taken)
 
 
-def test_masks_of_truncated_responses_are_not_taken_over_in_silence(tmp_path: Path) -> None:
-    c = trl(tmp_path, mask_truncated_completions=True)
-    assert "trained on like any other" in c.left["mask_truncated_completions"]
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_the_mask_of_truncated_responses_is_taken_over(is_masked: bool, tmp_path: Path) -> None:
+    c = trl(tmp_path, mask_truncated_completions=is_masked)
+    assert GRPOConfig(mask_truncated=c.task["algorithm_config.mask_truncated"]).mask_truncated == is_masked
 
 
 def test_temperatures_of_training_and_evaluation(tmp_path: Path) -> None:

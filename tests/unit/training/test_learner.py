@@ -10,6 +10,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
+from multitask_rl.step.tokens import advantages_of, sampled_as
 from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.credit import CreditAssigner
@@ -93,6 +94,22 @@ def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_den
         task.algorithm.config.entropy_coefficient = 1e-30
     computing.update(scored, {"b": 1.0})
     assert relative_difference(skipping.gradient, computing.gradient) < 1e-5
+
+
+def test_masked_responses_give_their_group_a_baseline_and_are_not_trained_on():
+    scored = sampled("b")
+    for number, s in enumerate(scored):
+        s.rollout.finish_reason = "length" if number % 3 == 0 else "stop"
+    plain, masked = Bench(), Bench()
+    masked.tasks["b"].algorithm.config.mask_truncated = True
+    plain.update(scored, {"b": 1.0})
+    masked.update(scored, {"b": 1.0})
+    for own, other in zip(plain.credited, masked.credited, strict=True):
+        assert torch.equal(own.advantages, other.advantages)
+        assert other.num_choices == (0 if own.sample.scored.rollout.is_truncated else own.num_choices)
+    shown = advantages_of(masked.credited)
+    assert shown.keys() == {sampled_as(s.rollout) for s in scored if not s.rollout.is_truncated}
+    assert relative_difference(masked.gradient, plain.gradient) > 0.1
 
 
 def test_a_minibatch_without_a_gradient_is_no_update():
