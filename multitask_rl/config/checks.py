@@ -197,6 +197,13 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         )
     _check_dataset(where.at("dataset"), spec.dataset)
     _check_dataset(where.at("eval_dataset"), spec.eval_dataset)
+    for column, wanted in spec.select.items():
+        values = wanted if isinstance(wanted, (list, tuple)) else [wanted]
+        if not values or not all(isinstance(value, (str, int, float)) for value in values):
+            raise ConfigError(
+                f"{where.at('select', column)}: got {wanted!r}; expected the column's value in rows "
+                "of the task (a text, a number, true or false), or a list of values"
+            )
     if need_data and not spec.dataset:
         raise ConfigError(
             f"{where.at('dataset')}: task {name!r} has no data set; give a path, a Hugging Face id, "

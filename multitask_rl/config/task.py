@@ -175,6 +175,9 @@ class TaskSpec(Settings):
     (reasoning-gym)."""
     split: str = "train"
     """Split to train on: rows whose column ``split`` has this value, and rows without that column."""
+    select: Mapping[str, Any] = field(default_factory=dict)
+    """Which rows of the data, the held-out data included, belong to the task: column -> its value, or a list
+    of values; empty = all."""
     eval_dataset: str = ""
     """Held-out data; empty = ``dataset`` with ``eval_split``, or a hashed 10 % held out of it."""
     eval_split: str = ""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from multitask_rl.config.checks import is_file
 from multitask_rl.config.schema.located_yaml import load_yaml, parse_yaml
 from multitask_rl.convert.conversion import Conversion, need, task_name
 from multitask_rl.convert.shell import read_words
-from multitask_rl.data.readers import Row, read_file
+from multitask_rl.data.readers import read_file
 from multitask_rl.errors import ConfigError, DataError
 
 SOURCE = "verl 0.9 (main_ppo)"
@@ -137,6 +137,8 @@ _ESTIMATORS: Mapping[str, str] = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp",
 }
+_MOST_SOURCES = 32
+"""A file with more sources is one task."""
 _ESTIMATES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 
 
@@ -234,15 +236,23 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
             own["eval_dataset"] = held_out[index]
         if len(files) > 1:
             own["weight"] = weights[index] if weights else 1.0
-        name = task_name(str(Path(one).parent.name if Path(one).stem == "train" else one), c.tasks)
-        c.tasks[name] = {**own, "rewards": rewards}
-    for one in files:
-        sources = sorted({str(row.get("data_source")) for row in _first_rows(one)})
-        if len(sources) > 1:
-            c.left["column data_source"] = (
-                f"{one} has rows of {', '.join(sources[:8])} in one task; for a task each, give the rows a "
-                "column `task` with its name and list the tasks with this file as dataset"
-            )
+        name = str(Path(one).parent.name if Path(one).stem == "train" else one)
+        sources = _sources(one)
+        if not 1 < len(sources) <= _MOST_SOURCES:
+            c.tasks[task_name(name, c.tasks)] = {**own, "rewards": rewards}
+            if len(sources) > 1:
+                c.left["column data_source"] = f"{len(sources)} sources of {one} are one task; see key select"
+            continue
+        c.note("task.select", "column data_source", differs=f"{one} becomes a task for each of its sources")
+        share = own.get("weight", float(sources.total())) / sources.total()
+        known = _sources(own["eval_dataset"]) if "eval_dataset" in own else {}
+        for source, number in sorted(sources.items()):
+            part = {**own, "select": {"data_source": source}, "weight": share * number}
+            if "eval_dataset" in own and source not in known:
+                del part["eval_dataset"]
+                told = f"{held_out[index]} has no row of it: a tenth of its training rows is held out"
+                c.left[f"data.val_files for {source}"] = told
+            c.tasks[task_name(source, c.tasks)] = {**part, "rewards": rewards}
     told = "" if weights else "verl draws rows of all files alike; give weights by rows"
     c.note("task.dataset", "data.train_files", differs=told)
     if len(held_out) == len(files):
@@ -466,12 +476,15 @@ def _put_run(c: Conversion) -> None:
     c.put("guard.enabled", False)
 
 
-def _first_rows(dataset: str) -> list[Row]:
-    """Return the first rows of a file; none of what is no file, or cannot be read: that is told later."""
+def _sources(dataset: str) -> Counter[str]:
+    """Count the rows of a file by source; none if a row has no source, or the file cannot be read."""
     try:
-        return list(islice(read_file(dataset), 10_000)) if is_file(Path(dataset)) else []
-    except DataError:
-        return []
+        rows = read_file(dataset) if is_file(Path(dataset)) else ()
+        found = [row.get("data_source") for row in rows]
+    except DataError:  # told later
+        return Counter()
+    known = [source for source in found if isinstance(source, str)]
+    return Counter(known if len(known) == len(found) else ())
 
 
 def _list(value: Any) -> list[str]:

@@ -84,7 +84,7 @@ def load_both(
 def _own_or_read(spec: TaskSpec, own: Mapping[str, Rows] | None) -> Mapping[str, Rows]:
     if own is None and not spec.dataset:
         raise DataError(f"{spec.where} has no data set")
-    return _read(spec, spec.dataset) if own is None else own
+    return _read(spec, spec.dataset) if own is None else _select(spec, own, "the rows given")
 
 
 def _read_and_split(spec: TaskSpec, own: Mapping[str, Rows] | None, train_split: str) -> tuple[Rows, Rows]:
@@ -150,17 +150,18 @@ def row_id(row: Row) -> str:
 
 
 def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
-    """Return the task's rows by split: those tagged with it, or all if they carry one tag only.
+    """Return the task's rows by split: of those that ``select`` names, the rows tagged with the task.
 
-    A renamed task has the rows of its former name if none have its present one.
+    Rows that all carry one tag, or none, are all the task's. A renamed task has the rows of its former name
+    if none have its present one.
     """
     if dataset.startswith("plugin:"):
-        return _read_plugin(spec, dataset.removeprefix("plugin:"))
+        return _select(spec, _read_plugin(spec, dataset.removeprefix("plugin:")), dataset)
     if dataset.startswith(GENERATOR_PREFIX):
-        return generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX))
+        return _select(spec, generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX)), dataset)
     is_path = is_data_path(dataset)
     whole = {"": read_file(dataset)} if is_path else read_dataset_dict(dataset, spec.dataset_config)
-    grouped = group_rows(whole)
+    grouped = group_rows(_select(spec, whole, dataset))
     name = spec.name
     if name not in grouped and spec.renamed_from and spec.renamed_from in grouped:
         name = spec.renamed_from
@@ -178,6 +179,34 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
             *(spec.name, dataset, name, others),
         )
     return grouped[name]
+
+
+def _select(spec: TaskSpec, splits: Mapping[str, Rows], source: str) -> dict[str, Rows]:
+    """Return the rows by split of ``source`` that have the values of ``spec.select``; without it all."""
+    if not spec.select:
+        return dict(splits)
+    wanted = {column: v if isinstance(v, (list, tuple)) else [v] for column, v in spec.select.items()}
+
+    def is_chosen(row: Row) -> bool:
+        return all(row.get(column) in values for column, values in wanted.items())
+
+    chosen: dict[str, Rows] = {}
+    for name, rows in splits.items():
+        if isinstance(rows, StreamedRows):
+            chosen[name] = rows.only(is_chosen)
+        else:
+            chosen[name] = RowView(rows, [i for i, row in enumerate(rows) if is_chosen(row)])
+    if not any(map(len, chosen.values())):
+        found = {
+            column: sorted({repr(row.get(column)) for rows in splits.values() for row in rows})
+            for column in wanted
+        }
+        have = "; ".join(
+            f"{column} has {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"
+            for column, values in found.items()
+        )
+        raise DataError(f"{spec.where}.select: {source} has no row with {dict(spec.select)} ({have})")
+    return chosen
 
 
 def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:

@@ -16,10 +16,12 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import clipped_surrogate, policy_loss
 from multitask_rl.cli import main
 from multitask_rl.config.run import OptimizerConfig
+from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.convert.conversion import Conversion
 from multitask_rl.convert.openrlhf import convert_openrlhf
 from multitask_rl.convert.trl import convert_trl
 from multitask_rl.convert.verl import convert_verl
+from multitask_rl.data import load_rows
 from multitask_rl.errors import ConfigError
 from multitask_rl.training.optimizer import schedule_factor
 
@@ -462,14 +464,29 @@ def test_a_script_s_callbacks_and_resume_are_answered_by_what_takes_their_place(
     assert "checkpoint.resume" in left["train.resume_from_checkpoint"]
 
 
-def test_several_sources_in_a_file_of_verl_are_told(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    file = tmp_path / "run.sh"
-    file.write_text(f"main_ppo data.train_files={rows}")
-    for sources, is_told in ((["gsm8k", "math"], True), (["math", "math"], False)):
-        rows.write_text("".join(json.dumps({"prompt": "1", "data_source": s}) + "\n" for s in sources))
-        left = convert_verl(file, reward="exact_match").left
-        assert ("gsm8k, math in one task" in left.get("column data_source", "")) is is_told
+def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Path) -> None:
+    train, held_out, file = (tmp_path / name for name in ("train.jsonl", "val.jsonl", "run.sh"))
+    file.write_text(f"main_ppo data.train_files={train} data.val_files={held_out}")
+
+    def convert(*sources: str | None) -> Conversion:
+        for path, some in ((train, sources), (held_out, sources[:2])):
+            rows = [{"id": i, "prompt": f"{s}{i}", "data_source": s} for i, s in enumerate(some)]
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return convert_verl(file, reward="exact_match")
+
+    c = convert("openai/gsm8k", "math", "math", "code", "code", "code")
+    assert {name: task["weight"] for name, task in c.tasks.items()} == {"code": 3, "gsm8k": 1, "math": 2}
+    assert "no row of it" in c.left["data.val_files for code"]
+    c.write(tmp_path / "out")
+    for task in load_tasks(tmp_path / "out" / "tasks.yaml").values():
+        rows = [row for split in ("train", "eval") for row in load_rows(task, split)]
+        expected = {"code": {"code"}, "gsm8k": {"openai/gsm8k"}, "math": {"math"}}[task.name]
+        assert {row["data_source"] for row in rows} == expected
+        assert len({row["id"] for row in rows}) == c.tasks[task.name]["weight"]
+    assert len(convert("math", "math").tasks) == len(convert("math", None).tasks) == 1
+    many = convert(*map(str, range(40)))
+    assert len(many.tasks) == 1
+    assert "40 sources" in many.left["column data_source"]
 
 
 def test_names_of_runs_are_taken_over(tmp_path: Path) -> None:

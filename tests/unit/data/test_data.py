@@ -10,11 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
 from multitask_rl.data.readers import RowView, read_file, rows_in_blocks, rows_of_table
 from multitask_rl.data.render import check_rows
@@ -591,6 +593,33 @@ def test_a_text_that_nested_columns_repeat_is_held_once(tmp_path: Path, kind: st
     assert str(rows[3]["more"]).count(text) == 50
     with pytest.raises(DataError, match=r"large\.parquet: row 2 .* MiB"):
         read_file(large)[2]
+
+
+def test_a_task_has_the_rows_that_it_selects(tmp_path: Path) -> None:
+    tags = ("sort", "kind")
+    train = [{"id": i, "prompt": "p", "level": i % 4, "task": tags[i % 2]} for i in range(80)]
+    held_out = [{**row, "id": row["id"] + 100} for row in train]
+    files = [write_jsonl(tmp_path / name, rows) for name, rows in (("a.jsonl", train), ("b.jsonl", held_out))]
+
+    def ids(split: str, own: Any = None, **changes: Any) -> set[int]:
+        task = spec(files[0], **changes)
+        return {row["id"] for row in load_rows(task, split, None if own is None else {"": own})}
+
+    odd = {"level": [1, 3]}
+    both = ids("train", select=odd), ids("eval", select=odd)
+    assert both[0] | both[1] == {i for i in range(80) if i % 2}
+    assert both[0].isdisjoint(both[1])
+    assert ids("eval", select=odd, eval_dataset=files[1]) == {i + 100 for i in range(80) if i % 2}
+    assert ids("train", select={"level": 1}, eval_dataset=files[1]) == set(range(1, 80, 4))
+    assert ids("train", train, select=odd) == both[0]
+    streamed = rows_of_table(datasets.Dataset.from_list(train).to_iterable_dataset(), "t")
+    assert ids("train", streamed, select=odd) == both[0]
+    with pytest.raises(DataError, match=r"select: .*a\.jsonl has no row with .* \(level has 0, 1, 2, 3\)"):
+        ids("train", select={"level": "5"})
+    with pytest.raises(ConfigError, match=r"select\.level: got \[\]; expected"):
+        parse_tasks(
+            {"tasks": {"t": {"dataset": files[0], "rewards": ["exact_match"], "select": {"level": []}}}}
+        )
 
 
 def test_rows_of_a_split_that_nothing_uses_are_told(tmp_path, caplog):
