@@ -36,7 +36,10 @@ COMMANDS = {
     "compare": ("cli.comparison:main_compare", "RUN RUN...: differences per task with intervals"),
     "report": ("cli.report:main_report", "RUN [--html FILE]: summary of one run"),
     "watch": ("cli.watch:main", "RUN [--open]: the same page in the browser, live while the run goes on"),
-    "convert": ("cli.convert:main", "--from trl|verl|openrlhf FILE: tasks and configuration from theirs"),
+    "convert": (
+        "cli.convert:main",
+        "--from trl|verl|roll|openrlhf FILE: tasks and settings from theirs",
+    ),
     "rescore": ("cli.rescore:main", "RUN [--reward NAME]: score the stored rollouts again, without a model"),
     "submit": ("cli.submit:main", "RECIPE key=value...: train on a cluster (Slurm, KubeRay, ray up)"),
     "bench": ("cli.bench:main", "measure steps: tokens/s, seconds per stage, memory"),

@@ -1,4 +1,4 @@
-"""Write a tasks file and a run's configuration from a configuration of TRL, verl or OpenRLHF.
+"""Write a tasks file and a run's configuration from a configuration of TRL, verl, ROLL or OpenRLHF.
 
 Options whose meaning has a counterpart are taken over; the others are listed with the reason, in the terminal
 and in DIR/report.txt. Nothing of the source is run. The pages docs/coming-from-*.md show both sides.
@@ -14,6 +14,7 @@ from multitask_rl.boundary.printable import printable
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.convert.conversion import EXPERIMENT, Conversion
 from multitask_rl.convert.openrlhf import convert_openrlhf
+from multitask_rl.convert.roll import convert_roll
 from multitask_rl.convert.trl import convert_trl
 from multitask_rl.convert.verl import convert_verl
 from multitask_rl.errors import ConfigError
@@ -23,9 +24,10 @@ def main(arguments: list[str]) -> int:
     """Convert one file, write the results below ``--out`` and print what became of each option."""
     parser = argparse.ArgumentParser(prog="multitask-rl convert", description=__doc__)
     parser.add_argument(
-        "file", help="script or YAML of TRL; YAML or shell script of verl; shell script of OpenRLHF"
+        "file",
+        help="script or YAML of TRL; YAML or shell script of verl; YAML of ROLL; shell script of OpenRLHF",
     )
-    parser.add_argument("--from", dest="source", required=True, choices=["trl", "verl", "openrlhf"])
+    parser.add_argument("--from", dest="source", required=True, choices=["trl", "verl", "roll", "openrlhf"])
     parser.add_argument(
         "--out", default="converted", metavar="DIR", help="folder to write (default: converted)"
     )
@@ -41,6 +43,8 @@ def main(arguments: list[str]) -> int:
         done = convert_trl(file, processes=options.processes, **given)
     elif options.source == "verl":
         done = convert_verl(file, **given)
+    elif options.source == "roll":
+        done = convert_roll(file, **given)
     else:
         done = convert_openrlhf(file, **given)
     if (out / "tasks.yaml").exists():

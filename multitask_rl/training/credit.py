@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,8 @@ from torch import Tensor
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.records import TrainSample, concerned_cost, is_sum_of_terms
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
+
+logger = logging.getLogger(__name__)
 
 
 class CreditAssigner:
@@ -26,6 +29,8 @@ class CreditAssigner:
         self._backend = backend
         self._tasks = tasks
         self._many_updates = many_updates
+        self._told: set[str] = set()
+        """Tasks of which a step was told to train nothing."""
 
     def credit(
         self, samples: Sequence[TrainSample]
@@ -109,6 +114,13 @@ class CreditAssigner:
             ended = torch.tensor([not s.scored.rollout.is_truncated for s in samples])
             ended = ended.repeat_interleave(batch.lengths)
             in_loss = ended if in_loss is None else in_loss & ended
+            if not ended.any() and task.spec.name not in self._told:
+                self._told.add(task.spec.name)
+                logger.warning(
+                    "task %s: all %d responses of a step reached the token limit, and mask_truncated leaves "
+                    "them out of the loss: nothing was learnt from them; raise max_new_tokens",
+                    *(task.spec.name, len(samples)),
+                )
         choices = None if in_loss is None else by_part(in_loss)
         old = before.old_logprobs if before and self._many_updates else None
         ref = before.ref_logprobs if before else None

@@ -33,6 +33,7 @@ PAGES = [
     "sandbox.md",
     "coming-from-trl.md",
     "coming-from-verl.md",
+    "coming-from-roll.md",
     "coming-from-openrlhf.md",
 ]
 NOTEBOOKS = sorted((DOCS.parent / "examples" / "notebooks").glob("*.ipynb"))

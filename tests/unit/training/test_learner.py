@@ -96,7 +96,7 @@ def test_groups_of_equal_rewards_are_not_computed_and_change_nothing_but_the_den
     assert relative_difference(skipping.gradient, computing.gradient) < 1e-5
 
 
-def test_masked_responses_give_their_group_a_baseline_and_are_not_trained_on():
+def test_masked_responses_give_their_group_a_baseline_and_are_not_trained_on(caplog):
     scored = sampled("b")
     for number, s in enumerate(scored):
         s.rollout.finish_reason = "length" if number % 3 == 0 else "stop"
@@ -110,6 +110,12 @@ def test_masked_responses_give_their_group_a_baseline_and_are_not_trained_on():
     shown = advantages_of(masked.credited)
     assert shown.keys() == {sampled_as(s.rollout) for s in scored if not s.rollout.is_truncated}
     assert relative_difference(masked.gradient, plain.gradient) > 0.1
+    assert "mask_truncated" not in caplog.text
+    for s in scored:
+        s.rollout.finish_reason = "length"
+    for _ in range(2):
+        assert masked.update(scored, {"b": 1.0}).metrics["updates"] == 0.0
+    assert caplog.text.count("mask_truncated leaves them out") == 1, "once"
 
 
 def test_a_minibatch_without_a_gradient_is_no_update():

@@ -1,0 +1,526 @@
+"""ROLL's RLVR pipeline: a YAML file whose domains become tasks."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from multitask_rl.config.checks import is_file
+from multitask_rl.config.schema.located_yaml import load_yaml
+from multitask_rl.convert.conversion import Conversion, need, task_name
+from multitask_rl.data.readers import Row, read_file
+from multitask_rl.errors import ConfigError, DataError
+
+SOURCE = "ROLL, August 2026 (RLVR pipeline)"
+_DATA, _ARGS = "actor_train.data_args", "actor_train.training_args"
+_MODEL, _SAMPLING = "actor_train.model_args", "actor_infer.generating_args"
+_VALIDATION = "validation.generating_args"
+DEFAULTS: Mapping[str, Any] = {
+    "seed": 42,
+    "max_steps": 500,
+    "save_steps": 50,
+    "eval_steps": 10,
+    "max_ckpt_to_keep": 0,
+    "resume_from_checkpoint": False,
+    "track_with": "tensorboard",
+    "rollout_batch_size": 128,
+    "num_return_sequences_in_group": 1,
+    "prompt_length": 1024,
+    "async_generation_ratio": 0,
+    "adv_estimator": "gae",
+    "importance_sampling": "token",
+    "gamma": 1.0,
+    "lambd": 0.95,
+    "pg_clip": 0.2,
+    "use_pg_clip_range": False,
+    "pg_clip_low": 0.2,
+    "pg_clip_high": 0.2,
+    "dual_clip_loss": False,
+    "whiten_advantages": False,
+    "use_kl_loss": False,
+    "kl_loss_coef": 0.0,
+    "add_token_level_kl": False,
+    "init_kl_coef": 0.2,
+    "kl_penalty": "kl",
+    "entropy_loss_coef": 0.0,
+    "loss_agg_mode": "seq-mean-token-mean",
+    "max_len_mask": False,
+    "ppo_epochs": 1,
+    "max_grad_norm": 1.0,
+    "train_infer_correction.is_weight.enabled": False,
+    "train_infer_correction.is_weight.weight_type": "token",
+    "train_infer_correction.is_weight.upper_bound": 1.2,
+    f"{_DATA}.dataset_dir": ".",
+    f"{_DATA}.tag": "tag",
+    f"{_ARGS}.learning_rate": 5e-5,
+    f"{_ARGS}.lr_scheduler_type": "linear",
+    f"{_ARGS}.weight_decay": 0.0,
+    f"{_ARGS}.adam_beta1": 0.9,
+    f"{_ARGS}.adam_beta2": 0.999,
+    f"{_ARGS}.per_device_train_batch_size": 8,
+    f"{_ARGS}.gradient_accumulation_steps": 1,
+    f"{_ARGS}.warmup_steps": 0,
+    f"{_ARGS}.warmup_ratio": 0.0,
+    f"{_MODEL}.dtype": "bf16",
+    f"{_MODEL}.disable_gradient_checkpointing": False,
+    f"{_SAMPLING}.temperature": 0.95,
+    f"{_SAMPLING}.top_p": 0.7,
+    f"{_SAMPLING}.top_k": 50,
+    f"{_VALIDATION}.temperature": 0.95,
+    f"{_VALIDATION}.num_return_sequences": 1,
+    "actor_infer.strategy_args.strategy_name": "fsdp2_train",
+    "critic.training_args.learning_rate": 5e-5,
+}
+REASONS: Mapping[str, str] = {
+    r".*\.(strategy_args|device_mapping|infer_batch_size|world_size|num_gpus_per_worker|backend_timeout|"
+    r"max_concurrency|use_dynamic_batching.*|max_tokens_per_microbatch.*|sequence_length_round.*|"
+    r"use_sequence_packing|sequence_packing_args)(\..*)?|num_gpus_per_node|num_nodes|"
+    r"is_offload.*|transfer_backend.*|model_update_.*": "devices and layout: device_map, ray, batch",
+    r"max_running_requests|is_num_return_sequences_expand|(is_)?use_additional_prompts|generate_opt_level|"
+    r"max_additional_.*|router_args.*|rpc_timeout": "the rollout keeps the engine full by itself",
+    r"logging_.*|tracker_kwargs.*|profiler_.*|rollout_dump_dir|save_logging_board_dir|report_.*|"
+    r"length_profiler_dir|otlp_.*": "every step is logged, and some of its responses (tracking.*)",
+    r"system_envs.*|hydra.*|defaults.*|model_download_type|local_rank|base_dir": "how ROLL starts",
+    r"checkpoint_config.*": "checkpoints are below output_dir (docs/checkpoints.md)",
+    r"reward_clip|advantage_clip|whiten_rewards": "rewards and advantages are not clipped",
+    r"difficulty_mask|difficulty_.*_threshold": (
+        "groups of equal rewards have no gradient; curriculum: {by: pass_rate} draws prompts between often"
+    ),
+    r"error_max_len_.*|difficulty_loss_weight|length_loss_weight|balance_length|mask_type|"
+    r"minibatch_data_iter_num": "no mask and no weight of single samples but mask_truncated",
+    r".*pg_variant|.*topr.*|use_policy_loss_type|postive_loss_coef|rl_loss_coef|.*(tis|cispo|kimi).*": (
+        "no counterpart in the clipped loss; type cispo has CISPO's"
+    ),
+    r"target_kl|kl_horizon": "ROLL's target is the KL per token, ours per response: set kl.target",
+    r"(teacher|student_.*|use_opd|is_pure_opd)(\..*)?": "a task of type distill with teacher: DIR",
+    r"dataset_filter.*|.*_filter_config.*": (
+        "groups without a gradient are replaced by batch.refill_rounds; no filter of rows or groups by value"
+    ),
+    r"global_template|tag_to_template.*|.*\.template": "prompts use the tokenizer's own chat template",
+    r"reference\..*": "the reference is the initial actor, with its devices",
+    r"critic\..*|value_clip|critic_warmup|reward_pretrain": "only type ppo (adv_estimator: gae) has a critic",
+    r"actor_infer\..*|validation\..*": "no counterpart; the distribution that is sampled is the one trained",
+    r"actor_train\..*": "no counterpart for data, model or training of the actor",
+    r"rewards\..*(judge_.*|generating_args\..*)": "keys of rm_generative: rubric, temperature, max_tokens",
+    r"rewards\..*": "rewards run in workers: scoring.*",
+    r"train_infer_correction\..*": "the weight for engine mismatch is per token, with an upper bound",
+    r"num_train_epochs|val_.*|norm_.*": "no counterpart",
+}
+_HEAD = """
+import re
+
+from multitask_rl.scoring.shapes import with_traits
+"""
+_CHOICE = r"""
+
+@with_traits(low={low}, high=1.0)
+def {name}(response, ground_truth):
+    # the first capital letter of the last box, else of what follows "answer is"
+    boxed = re.findall(r"\\boxed\{{([^}}]+)\}}", response)
+    place = response.lower().rfind("answer is")
+    said = boxed[-1] if boxed else response if place < 0 else response[place + 9 :]
+    letter = next((character for character in said if character.isupper()), "")
+    return {scores}[letter == ground_truth[:1], bool(boxed)]
+"""
+_SCORES = {
+    "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
+    "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
+    "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
+}
+_MISSING = """
+def {name}(response, row):
+    raise NotImplementedError("write here what {worker} of ROLL does: the reward of `response` to `row`")
+"""
+
+
+def convert_roll(
+    file: Path, *, dataset: str = "", reward: str = "", num_rows: int | None = None
+) -> Conversion:
+    """Convert the YAML file of an RLVR pipeline; the arguments are those of ``convert_trl``."""
+    tree, _ = load_yaml(file)
+    given = dict(_flat(tree if isinstance(tree, Mapping) else {}))
+    given = {name: _filled(value, given) for name, value in given.items()}
+    if not any(name.startswith(("actor_train.", "rewards.")) for name in given):
+        raise ConfigError(
+            f"{file}: it has no section actor_train or rewards, as an RLVR pipeline of ROLL has"
+        )
+    c = Conversion(SOURCE, given, DEFAULTS, REASONS, num_rows=num_rows)
+    _put_tasks(c, file, dataset, reward)
+    _put_algorithm(c)
+    _put_kl(c)
+    _put_batch(c)
+    _put_run(c)
+    c.finish({})
+    return c
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        elif value is not None:
+            yield f"{above}{key}", value
+
+
+def _filled(value: Any, given: Mapping[str, Any]) -> Any:
+    """Return the value with ``${name}`` replaced by the option ``name``."""
+    if isinstance(value, list):
+        return [_filled(one, given) for one in value]
+    if not isinstance(value, str):
+        return value
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
+    if whole:
+        return _filled(given.get(whole[1], ""), given)
+    return re.sub(r"\$\{([\w.]+)\}", lambda found: str(given.get(found[1], found[0])), value)
+
+
+def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
+    """Write a task for each domain, and a file with the rows that ROLL gives to it."""
+    files = [dataset] if dataset else _files(c, _DATA)
+    need(files, "data set", "--dataset", str(file))
+    names = {name.split(".")[1] for name in c.given if name.startswith("rewards.")}
+    shares = {
+        name.rpartition(".")[2]: float(c.get(name))
+        for name in c.given
+        if name.startswith(f"{_DATA}.domain_interleave_probs.")
+    }
+    domains = [domain for domain in shares if shares[domain] > 0] or sorted(names)
+    need(domains, "domain", "rewards", str(file))
+    tags = {str(tag): name for name in names for tag in c.get(f"rewards.{name}.tag_included") or ()}
+    c.note("task.dataset", f"{_DATA}.file_name", f"{_DATA}.dataset_dir", f"{_DATA}.tag")
+    column = str(c.get(f"{_DATA}.tag"))
+    train = _by_domain(files, tags, column)
+    held_out = _by_domain(_files(c, "validation.data_args"), tags, column)
+    functions = ""
+    for domain in domains:
+        name = task_name(domain, c.tasks)
+        own: dict[str, Any] = {"dataset": f"data/{name}.jsonl", "weight": shares.get(domain, 1.0)}
+        code, entries = ("", [{"plugin": reward}]) if reward else _rewards(c, domain, name)
+        functions += code
+        if rows := _rows(c, domain, train.get(domain, []), entries):
+            c.files[own["dataset"]] = _lines(rows)
+        else:
+            missing = [one for one in files if not is_file(Path(one))]
+            told = f"; not found: {', '.join(missing)}; convert where they are" if missing else ""
+            c.left[f"rows of {domain}"] = f"no row for {own['dataset']}{told}"
+        if validation := _rows(c, domain, held_out.get(domain, []), entries):
+            own["eval_dataset"] = f"data/{name}.held_out.jsonl"
+            c.files[own["eval_dataset"]] = _lines(validation)
+        c.tasks[name] = {**own, "rewards": entries}
+        c.note("task.rewards, task.dataset", f"rewards.{domain}.tag_included")
+    if functions:
+        c.files["rewards.py"] = f"{_HEAD}{functions}".lstrip()
+    c.note("task.weight", *(f"{_DATA}.domain_interleave_probs.{domain}" for domain in domains))
+    if held_out:
+        c.note("task.eval_dataset", "validation.data_args.file_name")
+    found = {key for rows in train.values() for row in rows[:1] for key in row}
+    wanted = c.get(f"{_DATA}.messages") or ("messages" if "messages" in found else c.get(f"{_DATA}.prompt"))
+    c.put("task.prompt", f"{{{wanted or 'prompt'}}}", f"{_DATA}.messages", f"{_DATA}.prompt")
+
+
+def _files(c: Conversion, section: str) -> list[str]:
+    named = c.get(f"{section}.file_name")
+    folder = c.get(f"{section}.dataset_dir") or "."
+    listed = [named] if isinstance(named, str) else list(named or [])
+    # examples of ROLL write the folder in both options
+    joined = [one if Path(one).exists() else str(Path(str(folder)) / one) for one in map(str, listed)]
+    return [one if Path(one).exists() else str(given) for one, given in zip(joined, listed, strict=True)]
+
+
+def _by_domain(files: Sequence[str], tags: Mapping[str, str], column: str) -> dict[str, list[Row]]:
+    """Return rows by domain: by their own column ``domain``, else by their tag. Unread files have none."""
+    found: dict[str, list[Row]] = {}
+    for one in files:
+        try:
+            rows = read_file(one) if is_file(Path(one)) else ()
+            for row in rows:
+                # ROLL takes a row with a tag of no reward as mathematics
+                domain = row.get("domain") or tags.get(str(row.get(column)), "math_rule")
+                found.setdefault(str(domain), []).append(row)
+        except DataError:  # told as missing rows
+            continue
+    return found
+
+
+def _rows(
+    c: Conversion, domain: str, rows: Sequence[Row], rewards: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the rows as our rewards and prompts read them."""
+    found = []
+    runs_programs = any(entry["plugin"] == "code_evaluator" for entry in rewards)
+    for row in rows:
+        # `task` and `split` would choose rows here
+        own = {key: value for key, value in row.items() if key not in ("task", "split")}
+        if isinstance(messages := own.get("messages"), str):
+            own["messages"] = json.loads(messages)
+        if "ground_truth" in own:
+            own.setdefault("reference", own["ground_truth"])
+        if runs_programs:
+            if (tests := _tests(own)) is None:
+                continue
+            own["tests"] = tests
+        found.append(own)
+    if missing := len(rows) - len(found):
+        told = f"{missing} of {len(rows)} rows have tests of another kind than programs run by their input"
+        c.left[f"rows of {domain}"] = f"{told} or single assert statements"
+    return found
+
+
+def _tests(row: Row) -> list[Any] | None:
+    """Return the tests of a program as ``code_evaluator`` reads them; None if it cannot."""
+    cases = row.get("test_cases")
+    try:
+        cases = json.loads(cases) if isinstance(cases, str) else cases
+    except ValueError:
+        return None
+    if not cases or not isinstance(cases, list) or not all(isinstance(case, Mapping) for case in cases):
+        return None
+    if row.get("case_type") == "assert":
+        said = [str(case.get("assert_code") or "").strip() for case in cases]
+        return said if all(text.startswith("assert ") and "\n" not in text for text in said) else None
+    is_called = str(row.get("test_case_function") or "") not in ("", "None")
+    if is_called or not all({"stdin", "expected_stdout"} <= case.keys() for case in cases):
+        return None
+    return [{"stdin": case["stdin"], "stdout": case["expected_stdout"]} for case in cases]
+
+
+def _lines(rows: Sequence[Row]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _rewards(c: Conversion, domain: str, name: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return code for rewards.py, and the task's rewards."""
+    option = f"rewards.{domain}.worker_cls"
+    worker = str(c.get(option) or "").rpartition(".")[2]
+    if worker == "MathRuleRewardWorker":
+        c.note(f"{name}: math_answer", option, differs="both use math-verify; see docs/graders.md")
+        return "", [{"plugin": "math_answer"}]
+    if worker == "CodeSandboxRewardWorker":
+        c.note(f"{name}: code_evaluator", option, differs="programs run in our sandbox")
+        return "", [{"plugin": "code_evaluator", "config": {"all_or_nothing": True}}]
+    if worker == "LLMJudgeRewardWorker":
+        model = c.get(f"rewards.{domain}.judge_model_name") or c.get(
+            f"rewards.{domain}.model_args.model_name_or_path"
+        )
+        address = c.get(f"rewards.{domain}.judge_api_url")
+        told = "a server gives 0 to 10 (vllm serve MODEL); ROLL's judge says yes or no"
+        c.note(f"{name}: rm_generative", option, differs=told)
+        c.leave(f"rewards.{domain}.judge_api_key", "is read from the environment variable OPENAI_API_KEY")
+        config = {"base_url": address or "http://localhost:8000/v1", "model": str(model)}
+        return "", [{"plugin": "rm_generative", "config": config}]
+    if worker in ("CrossThinkQARuleRewardWorker", "MultipleChoiceBoxedRuleRewardWorker"):
+        kind = str(c.get(f"rewards.{domain}.reward_type") or "strict")
+        scores = _SCORES.get(kind, _SCORES["strict"])
+        if worker.startswith("MultipleChoice"):
+            scores = {(right, boxed): float(right and boxed) for right, boxed in scores}
+        told = "the letter alone; ROLL adds penalties for repetitions and for length"
+        c.note(f"{name}: rewards.py:{name}", option, f"rewards.{domain}.reward_type", differs=told)
+        return _CHOICE.format(name=name, scores=scores, low=min(scores.values())), [
+            {"plugin": f"rewards.py:{name}"}
+        ]
+    c.leave(option, f"{worker or 'no worker'} has no counterpart; write it as {name}() in rewards.py")
+    return _MISSING.format(name=name, worker=worker or "the worker"), [{"plugin": f"rewards.py:{name}"}]
+
+
+def _put_algorithm(c: Conversion) -> None:
+    estimator, by_group = c.get("adv_estimator"), c.get("num_return_sequences_in_group") > 1
+    mean, std = c.get("norm_mean_type"), c.get("norm_std_type")
+    whitens = c.get("whiten_advantages")
+    if estimator == "grpo":
+        mean = std = "group"
+    options = ("adv_estimator", "norm_mean_type", "norm_std_type", "whiten_advantages")
+    told = ""
+    if estimator == "gae":
+        kind = "ppo"
+        told = "" if whitens else "advantages are whitened here"
+    elif mean == "group" and by_group and (std == "group" or not whitens):
+        kind = "grpo"
+        c.put("task.algorithm_config.normalisation", {"group": "group", None: "none"}.get(std, "task"))
+        told = "advantages are not whitened once more" if whitens else told
+        told = told if std in ("group", None) else f"divided by a running deviation of the task, not {std!r}"
+    else:
+        kind = "reinforce_pp"
+        c.put("task.algorithm_config.group_baseline", mean == "group" and by_group)
+        if not whitens:
+            told = "advantages are whitened over the task's tokens here"
+        elif mean not in (None, "group") or std:
+            told = f"rewards are not normalised by {mean or std!r} before advantages are whitened"
+        elif c.get("max_len_mask"):
+            told = "mean and deviation count truncated responses, too"
+    if estimator not in ("gae", "grpo", "reinforce"):
+        c.leave("adv_estimator", f"{estimator!r} has no counterpart; type {kind} stands in its place")
+        told = ""
+    if c.get("importance_sampling") == "seq":
+        if kind == "grpo":
+            kind = "gspo"
+            c.note("task.type = gspo", "importance_sampling")
+        else:
+            c.leave("importance_sampling", f"one ratio per response has type gspo only, not {kind}")
+    c.task = {"type": kind, **c.task}
+    c.note(f"task.type = {kind}", *options, differs=told)
+    if kind == "ppo":
+        told = "the reward is scaled by its running deviation first, so that the unit of values differs"
+        c.carry("task.algorithm_config.gamma", "gamma", float)
+        c.carry("task.algorithm_config.gae_lambda", "lambd", float)
+        c.put(
+            "task.algorithm_config.value_clip", float(c.get("value_clip") or 0.0), "value_clip", differs=told
+        )
+        c.put("critic.trunk", "separate")
+        c.carry("critic.learning_rate", "critic.training_args.learning_rate", float)
+        if path := c.get("critic.model_args.model_name_or_path") or c.get("reward_pretrain"):
+            c.put("critic.name_or_path", path, "critic.model_args.model_name_or_path", "reward_pretrain")
+    elif c.get("gamma") != 1:
+        c.leave("gamma", f"rewards of {kind} are not discounted")
+    is_range = c.get("use_pg_clip_range")
+    for side in ("low", "high"):
+        option = f"pg_clip_{side}" if is_range else "pg_clip"
+        c.put(f"task.algorithm_config.clip_{side}", float(c.get(option)), option, "use_pg_clip_range")
+    dual = 1.0 + 2.0 * float(c.get("pg_clip")) if c.get("dual_clip_loss") else 0.0
+    c.put("task.algorithm_config.dual_clip", dual, "dual_clip_loss")
+    c.carry("task.algorithm_config.mask_truncated", "max_len_mask")
+    c.carry("task.algorithm_config.entropy_coefficient", "entropy_loss_coef", float)
+    mode = c.get("loss_agg_mode")
+    aggregation = {"token-mean": "token", "seq-mean-token-mean": "sequence"}.get(mode, "constant")
+    told = "the mean counts masked responses" if c.get("max_len_mask") and aggregation != "token" else ""
+    if aggregation == "constant":
+        told = "a mean over responses, divided by max_new_tokens"
+        if mode == "seq-mean-token-sum":
+            told = ""
+            c.put("task.loss_weight", float(_most_new_tokens(c)), "loss_agg_mode")
+    c.put("task.algorithm_config.aggregation", aggregation, "loss_agg_mode", differs=told)
+    enabled, granularity, bound = (
+        f"train_infer_correction.is_weight.{name}" for name in ("enabled", "weight_type", "upper_bound")
+    )
+    if not c.get(enabled):
+        c.put("task.algorithm_config.truncated_is", 0.0, enabled)
+    else:
+        per = c.get(granularity)
+        told = "" if per == "token" else f"a weight per {per} in ROLL, per token here"
+        cap = float(c.get(bound) or 0.0)
+        c.put("task.algorithm_config.truncated_is", cap, enabled, granularity, bound, differs=told)
+
+
+def _put_kl(c: Conversion) -> None:
+    in_loss, in_reward = c.get("use_kl_loss"), c.get("add_token_level_kl")
+    if in_loss:
+        c.put("task.kl.coefficient", float(c.get("kl_loss_coef")), "use_kl_loss", "kl_loss_coef")
+        c.put("task.kl.placement", "loss", "use_kl_loss")
+        c.put("task.kl.estimator", "k3")
+    if in_reward and in_loss:
+        c.leave("add_token_level_kl", "a task has the KL in its loss or in its reward, not in both")
+    elif in_reward:
+        told = "" if c.task["type"] == "ppo" else "subtracted after advantages are normalised, not before"
+        options = ("add_token_level_kl", "init_kl_coef", "kl_penalty")
+        c.put("task.kl.coefficient", float(c.get("init_kl_coef")), *options, differs=told)
+        c.put("task.kl.placement", "reward")
+    else:
+        c.get("init_kl_coef")
+
+
+def _most_new_tokens(c: Conversion) -> int:
+    if length := c.get("response_length"):
+        return int(length)
+    if length := c.get("sequence_length"):
+        return int(length) - int(c.get("prompt_length"))
+    raise ConfigError("response_length or sequence_length is missing; ROLL needs one of them, too")
+
+
+def _put_batch(c: Conversion) -> None:
+    prompts, group = int(c.get("rollout_batch_size")), int(c.get("num_return_sequences_in_group"))
+    c.put("batch.prompts_per_step", prompts, "rollout_batch_size")
+    c.put("batch.group_size", group, "num_return_sequences_in_group")
+    c.carry("batch.num_epochs", "ppo_epochs")
+    each, times = f"{_ARGS}.per_device_train_batch_size", f"{_ARGS}.gradient_accumulation_steps"
+    parts = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        parts *= int(c.get(f"actor_train.strategy_args.strategy_config.{name}") or 1)
+    devices = max(1, _num_devices(c.get("actor_train.device_mapping")) // parts)
+    told = "" if "actor_train.device_mapping" in c.given else "for one device; ROLL's number depends on them"
+    updates = max(1, math.ceil(prompts * group / (int(c.get(each)) * int(c.get(times)) * devices)))
+    c.put("batch.num_minibatches", updates, each, times, "actor_train.device_mapping", differs=told)
+    filters = [
+        name for name in c.given if name.endswith("query_filter_config.type") and c.get(name) != "no_filter"
+    ]
+    told = "ROLL samples until the batch is full; here up to ten times, and only groups of equal rewards go"
+    c.put("batch.refill_rounds", 10 if filters else 0, *filters, differs=told if filters else "")
+    c.put_steps(int(c.get("max_steps")), "max_steps")
+    if ratio := float(c.get("async_generation_ratio")):
+        told = "" if ratio == int(ratio) else "a whole number of steps here"
+        c.put("rollout.max_staleness", math.ceil(ratio), "async_generation_ratio", differs=told)
+
+
+def _num_devices(mapping: Any) -> int:
+    """Count the devices of ``list(range(0, 8))`` or of a list."""
+    if found := re.fullmatch(r"\s*list\(range\(\s*(?:(\d+)\s*,)?\s*(\d+)\s*\)\)\s*", str(mapping)):
+        return int(found[2]) - int(found[1] or 0)
+    return len(re.findall(r"\d+", str(mapping))) if mapping else 1
+
+
+def _put_run(c: Conversion) -> None:
+    if path := c.get("pretrain") or c.get(f"{_MODEL}.model_name_or_path"):
+        c.put("model.name_or_path", path, "pretrain", f"{_MODEL}.model_name_or_path")
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[str(c.get(f"{_MODEL}.dtype"))]
+    c.put("model.dtype", dtype, f"{_MODEL}.dtype")
+    name = f"{_MODEL}.disable_gradient_checkpointing"
+    c.put("model.gradient_checkpointing", not c.get(name), name)
+    if targets := c.get(f"{_MODEL}.lora_target"):
+        rank = int(c.get(f"{_MODEL}.lora_rank") or 8)
+        c.put("model.lora.rank", rank, f"{_MODEL}.lora_rank", f"{_MODEL}.lora_target")
+        c.put("model.lora.alpha", float(c.get(f"{_MODEL}.lora_alpha") or 2 * rank), f"{_MODEL}.lora_alpha")
+        names = targets if isinstance(targets, str) else ",".join(targets)
+        c.put("model.lora.target_modules", names.replace(" ", ""), f"{_MODEL}.lora_target")
+    c.put("rollout.max_new_tokens", _most_new_tokens(c), "response_length", "sequence_length")
+    c.carry("rollout.max_prompt_tokens", "prompt_length")
+    c.carry("rollout.temperature", f"{_SAMPLING}.temperature", float)
+    c.carry("rollout.top_p", f"{_SAMPLING}.top_p", float)
+    c.put("rollout.top_k", max(0, int(c.get(f"{_SAMPLING}.top_k"))), f"{_SAMPLING}.top_k")
+    c.get(f"{_SAMPLING}.max_new_tokens"), c.get(f"{_SAMPLING}.num_return_sequences")
+    engine = c.get(name := "actor_infer.strategy_args.strategy_name")
+    if engine == "vllm":
+        c.put("rollout.engine", "vllm", name)
+        settings = "actor_infer.strategy_args.strategy_config"
+        for key in ("gpu_memory_utilization", "tensor_parallel_size"):
+            if c.get(f"{settings}.{key}") is not None:
+                c.carry(f"rollout.engine_config.{key}", f"{settings}.{key}")
+    else:
+        c.leave(name, f"{engine!r}: the engines are hf and vllm; hf is written")
+        c.put("rollout.engine", "hf")
+    c.carry("eval.temperature", f"{_VALIDATION}.temperature", float)
+    c.carry("task.eval_samples", f"{_VALIDATION}.num_return_sequences")
+    c.carry("optimizer.learning_rate", f"{_ARGS}.learning_rate", float)
+    betas = (f"{_ARGS}.adam_beta1", f"{_ARGS}.adam_beta2")
+    c.put("optimizer.betas", [float(c.get(name)) for name in betas], *betas)
+    c.carry("optimizer.weight_decay", f"{_ARGS}.weight_decay", float)
+    c.carry("optimizer.max_grad_norm", "max_grad_norm", float)
+    schedule = str(c.get(name := f"{_ARGS}.lr_scheduler_type"))
+    if schedule.removesuffix("_with_warmup") in ("constant", "linear", "cosine"):
+        c.put("optimizer.schedule", schedule.removesuffix("_with_warmup"), name)
+    else:
+        c.leave(name, f"{schedule!r} has no counterpart; the rate is constant")
+    warmup, ratio = f"{_ARGS}.warmup_steps", f"{_ARGS}.warmup_ratio"
+    updates = c.run["batch.num_minibatches"] * c.run["batch.num_epochs"]
+    steps = int(c.get(warmup)) or math.ceil(float(c.get(ratio)) * updates * c.run["max_steps"])
+    told = f"ROLL counts updates, here steps of {updates}" if updates > 1 and steps else ""
+    c.put("optimizer.warmup_steps", math.ceil(steps / updates), warmup, ratio, differs=told)
+    c.carry("eval.every", "eval_steps")
+    c.carry("checkpoint.every", "save_steps")
+    if keep := c.get("max_ckpt_to_keep"):
+        c.put("checkpoint.keep", keep, "max_ckpt_to_keep")
+    resume = c.get("resume_from_checkpoint")
+    if isinstance(resume, str):
+        c.leave(
+            "resume_from_checkpoint", "no resume from a checkpoint of ROLL; give its weights as the model"
+        )
+    else:
+        c.put("checkpoint.resume", "auto" if resume else "never", "resume_from_checkpoint")
+    c.carry("seed", "seed")
+    if folder := c.get("output_dir"):
+        c.put("output_dir", folder, "output_dir")
+    if experiment := c.get("exp_name"):
+        c.put("tracking.run_name", experiment, "exp_name")
+    c.put_trackers("track_with")
+    c.put("guard.enabled", False)

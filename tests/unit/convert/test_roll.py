@@ -1,0 +1,220 @@
+"""A configuration of ROLL means the same here: its numbers are computed by hand from its formulas."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from multitask_rl.algorithms.base import CreditBatch
+from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
+from multitask_rl.algorithms.policy_loss import clipped_surrogate
+from multitask_rl.algorithms.reinforce_pp import ReinforcePP
+from multitask_rl.config.tasks_file import load_tasks
+from multitask_rl.convert.conversion import Conversion
+from multitask_rl.convert.roll import convert_roll
+from multitask_rl.data import load_rows
+from multitask_rl.errors import ConfigError
+from multitask_rl_rewards.code_evaluator import CodeEvaluator
+
+WORKERS = "roll.pipeline.rlvr.rewards"
+REWARDS = {
+    "math_rule": {"worker_cls": f"{WORKERS}.math.MathRuleRewardWorker", "tag_included": ["gsm", "aime"]},
+    "choice": {
+        "worker_cls": f"{WORKERS}.cross.CrossThinkQARuleRewardWorker",
+        "tag_included": ["qa"],
+        "reward_type": "soft",
+    },
+}
+ROWS = [
+    *({"id": f"g{i}", "tag": "gsm", "ground_truth": str(i)} for i in range(20)),
+    *({"id": f"q{i}", "tag": "qa", "ground_truth": "B"} for i in range(10)),
+    *({"id": f"u{i}", "tag": "unknown", "ground_truth": "1"} for i in range(5)),
+    *({"id": f"d{i}", "tag": "gsm", "domain": "choice", "ground_truth": "A"} for i in range(5)),
+]
+
+
+def roll(folder: Path, *, data: dict[str, Any] | None = None, **options: Any) -> Conversion:
+    rows = folder / "rows.jsonl"
+    said = json.dumps([{"role": "user", "content": "say"}])
+    rows.write_text("".join(json.dumps({**row, "messages": said}) + "\n" for row in ROWS))
+    shares = {"math_rule": 0.6, "choice": 0.4}
+    own = {
+        "file_name": [str(rows)],
+        "messages": "messages",
+        "domain_interleave_probs": shares,
+        **(data or {}),
+    }
+    train = {"data_args": own, **options.pop("actor_train", {})}
+    base = {"response_length": 100, "rewards": REWARDS, "actor_train": train}
+    (folder / "rlvr.yaml").write_text(yaml.safe_dump({**base, **options}))
+    return convert_roll(folder / "rlvr.yaml")
+
+
+def differs(c: Conversion, option: str) -> str:
+    return next(told for options, _, told in c.taken if option in options.split(", ") and told)
+
+
+def test_each_domain_becomes_a_task_with_the_rows_that_roll_gives_it(tmp_path: Path) -> None:
+    c = roll(tmp_path)
+    c.write(tmp_path / "out")
+    tasks = load_tasks(tmp_path / "out" / "tasks.yaml")
+    assert {name: task.weight for name, task in tasks.items()} == {"math_rule": 0.6, "choice": 0.4}
+    assert c.run["scheduler.policy"] == "static"
+    # the row's own domain; else the domain of its tag; a tag of no reward is mathematics
+    for name, letters in (("math_rule", {"g": 20, "u": 5}), ("choice", {"q": 10, "d": 5})):
+        rows = [row for split in ("train", "eval") for row in load_rows(tasks[name], split)]
+        ids = {row["id"] for row in rows}
+        assert ids == {f"{letter}{i}" for letter, number in letters.items() for i in range(number)}
+        assert all(row["messages"] == [{"role": "user", "content": "say"}] for row in rows)
+        assert all(row["reference"] == row["ground_truth"] for row in rows)
+
+
+def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
+    c = roll(tmp_path, data={"file_name": ["away/rows.jsonl"]})
+    assert "not found: away/rows.jsonl" in c.left["rows of choice"]
+    (tmp_path / "other.yaml").write_text("a: 1")
+    with pytest.raises(ConfigError, match="no section actor_train or rewards"):
+        convert_roll(tmp_path / "other.yaml")
+
+
+def batch(rewards: list[float], lengths: list[int]) -> CreditBatch:
+    return CreditBatch(
+        rewards=torch.tensor(rewards),
+        groups=torch.arange(len(rewards)) // 4,
+        lengths=torch.tensor(lengths),
+    )
+
+
+def test_advantages_are_those_of_roll(tmp_path: Path) -> None:
+    rewards, lengths = [1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0], [3, 1, 2, 2, 4, 1, 1, 2]
+    given = {"num_return_sequences_in_group": 4}
+    # grpo: (r - mean of the group) / (its deviation with n - 1, plus 1e-6)
+    c = roll(tmp_path, adv_estimator="grpo", **given)
+    assert c.task["type"] == "grpo"
+    groups = torch.tensor(rewards).view(2, 4)
+    theirs = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    ours = GRPO(GRPOConfig(normalisation=c.task["algorithm_config.normalisation"]))
+    advantages = ours.credit(batch(rewards, lengths)).advantages
+    assert torch.allclose(advantages, theirs.repeat_interleave(torch.tensor(lengths)), atol=1e-5)
+    # reinforce with whitened advantages: over the domain's tokens, with n - 1
+    c = roll(tmp_path, adv_estimator="reinforce", whiten_advantages=True, **given)
+    assert c.task["type"] == "reinforce_pp"
+    tokens = torch.tensor(rewards).repeat_interleave(torch.tensor(lengths))
+    theirs = (tokens - tokens.mean()) / tokens.std()
+    chosen = ReinforcePP.Config(group_baseline=c.task["algorithm_config.group_baseline"])
+    advantages = ReinforcePP(chosen).credit(batch(rewards, lengths)).advantages
+    number = len(tokens)
+    assert torch.allclose(advantages, theirs * (number / (number - 1)) ** 0.5, atol=1e-5), "ours divides by n"
+    c = roll(tmp_path, adv_estimator="reinforce", norm_mean_type="group", **given)
+    assert (c.task["type"], c.task["algorithm_config.normalisation"]) == ("grpo", "none")
+    assert "whitened" in differs(roll(tmp_path, adv_estimator="reinforce"), "adv_estimator")
+    assert roll(tmp_path).task["type"] == "ppo", "ROLL's default is gae"
+    assert "no counterpart" in roll(tmp_path, adv_estimator="gigpo").left["adv_estimator"]
+    assert roll(tmp_path, adv_estimator="grpo", importance_sampling="seq", **given).task["type"] == "gspo"
+
+
+def test_bounds_of_the_ratio_are_those_of_roll(tmp_path: Path) -> None:
+    c = roll(tmp_path, pg_clip=0.3, pg_clip_low=0.1, pg_clip_high=0.5, dual_clip_loss=True)
+    low, high, dual = (c.task[f"algorithm_config.{name}"] for name in ("clip_low", "clip_high", "dual_clip"))
+    assert (low, high) == (0.3, 0.3), "the range counts with use_pg_clip_range only"
+    for ratio, advantage in ((0.5, 1.0), (2.0, 1.0), (0.5, -1.0), (2.5, -1.0)):
+        plain = -min(ratio * advantage, min(max(ratio, 1 - 0.3), 1 + 0.3) * advantage)
+        theirs = -max(-plain, (1 + 2 * 0.3) * advantage) if advantage < 0 else plain
+        bounds = {"clip_low": low, "clip_high": high, "dual_clip": dual}
+        ours = clipped_surrogate(torch.tensor([ratio]), torch.tensor([advantage]), **bounds).loss
+        assert float(ours) == pytest.approx(theirs)
+    c = roll(tmp_path, use_pg_clip_range=True, pg_clip_low=0.1, pg_clip_high=0.5)
+    assert [c.task[f"algorithm_config.clip_{side}"] for side in ("low", "high")] == [0.1, 0.5]
+    assert c.task["algorithm_config.dual_clip"] == 0.0
+
+
+def test_updates_of_a_step_are_counted_over_devices(tmp_path: Path) -> None:
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "warmup_steps": 20}
+    train: dict[str, Any] = {"training_args": args, "device_mapping": "list(range(8, 16))"}
+    train["strategy_args"] = {"strategy_config": {"tensor_model_parallel_size": 2}}
+    c = roll(tmp_path, actor_train=train, rollout_batch_size=64, num_return_sequences_in_group=4)
+    assert c.run["batch.num_minibatches"] == 64 * 4 / (2 * 4 * (8 / 2))
+    assert c.run["optimizer.warmup_steps"] == 3, "20 updates of 8 a step"
+    assert "counts updates" in differs(c, "actor_train.training_args.warmup_steps")
+
+
+def test_interpolations_masks_lengths_and_kl_are_taken_over(tmp_path: Path) -> None:
+    c = roll(
+        tmp_path,
+        name="x",
+        exp_name="run_${name}",
+        max_len_mask=True,
+        response_length=None,
+        sequence_length="${most}",
+        most=900,
+        prompt_length=200,
+        use_kl_loss=True,
+        kl_loss_coef=0.01,
+        async_generation_ratio=1.5,
+    )
+    assert c.run["tracking.run_name"] == "run_x"
+    assert c.run["rollout.max_new_tokens"] == 700
+    assert c.task["algorithm_config.mask_truncated"] is True
+    assert "counts masked" in differs(c, "loss_agg_mode")
+    assert (c.task["kl.coefficient"], c.task["kl.placement"], c.task["kl.estimator"]) == (0.01, "loss", "k3")
+    assert c.run["rollout.max_staleness"] == 2
+    with pytest.raises(ConfigError, match="response_length or sequence_length"):
+        roll(tmp_path, response_length=None)
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        (r"so \boxed{B}", 1.0),
+        ("the ANSWER IS b, I mean B", -1.0),  # the first capital letter is I
+        ("THE ANSWER IS (B), not A", 0.5),
+        (r"\boxed{A} or \boxed{C}", -0.5),
+        ("Cannot say", -1.0),
+    ],
+)
+def test_the_function_for_choices_gives_the_soft_rewards_of_roll(
+    said: str, value: float, tmp_path: Path
+) -> None:
+    roll(tmp_path).write(tmp_path / "out")
+    found = importlib.util.spec_from_file_location("written", tmp_path / "out" / "rewards.py")
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    assert module.choice(said, "B") == value
+
+
+def test_programs_have_tests_that_the_sandbox_runs_and_others_are_told(tmp_path: Path) -> None:
+    pair = {"stdin": "1", "expected_stdout": "2"}
+    cases = [
+        {"case_type": "input", "test_cases": json.dumps([pair])},
+        {"case_type": "assert", "test_cases": [{"assert_code": "assert f(1) == 2"}]},
+        {"case_type": "pytest", "test_cases": json.dumps([{"assert_code": "def test_f():\n  assert f(1)"}])},
+        {"case_type": "input", "test_cases": [pair], "test_case_function": "f"},
+        {"case_type": "input", "test_cases": "no JSON"},
+    ]
+    rows = tmp_path / "code.jsonl"
+    rows.write_text("".join(json.dumps({"tag": "code", "prompt": "p", **case}) + "\n" for case in cases))
+    rewards = {
+        "code": {"worker_cls": f"{WORKERS}.code.CodeSandboxRewardWorker", "tag_included": ["code"]},
+        "own": {"worker_cls": "mine.Own", "tag_included": ["own"]},
+    }
+    shares = {"code": 1.0, "own": 0.5}
+    c = roll(
+        tmp_path,
+        data={"file_name": str(rows), "messages": None, "domain_interleave_probs": shares},
+        rewards=rewards,
+    )
+    written = [json.loads(line) for line in c.files["data/code.jsonl"].splitlines()]
+    assert [row["tests"] for row in written] == [[{"stdin": "1", "stdout": "2"}], ["assert f(1) == 2"]]
+    assert "3 of 5 rows" in c.left["rows of code"]
+    (entry,) = c.tasks["code"]["rewards"]
+    assert CodeEvaluator.Config(**entry["config"]).all_or_nothing
+    assert "Own has no counterpart" in c.left["rewards.own.worker_cls"]
+    assert "def own(response, row)" in c.files["rewards.py"]
