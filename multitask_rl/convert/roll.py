@@ -144,6 +144,16 @@ def convert_roll(
     tree, _ = load_yaml(file)
     given = dict(_flat(tree if isinstance(tree, Mapping) else {}))
     given = {name: _filled(value, given) for name, value in given.items()}
+    for prefix, kind, instead in (
+        (
+            "train_env_manager.",
+            "an agentic pipeline",
+            "an environment a task: bring-your-environment.md",
+        ),
+        ("student_train.", "a pipeline of distillation", "tasks of type distill: task-types.md"),
+    ):
+        if any(name.startswith(prefix) for name in given):
+            raise ConfigError(f"{file}: it is {kind}; only RLVR's is read. Here it is {instead} (docs)")
     if not any(name.startswith(("actor_train.", "rewards.")) for name in given):
         raise ConfigError(
             f"{file}: it has no section actor_train or rewards, as an RLVR pipeline of ROLL has"

@@ -81,6 +81,9 @@ def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
     (tmp_path / "other.yaml").write_text("a: 1")
     with pytest.raises(ConfigError, match="no section actor_train or rewards"):
         convert_roll(tmp_path / "other.yaml")
+    for section, told in (("train_env_manager", "agentic.*environment"), ("student_train", "type distill")):
+        with pytest.raises(ConfigError, match=told):
+            roll(tmp_path, **{section: {"a": 1}})
 
 
 def batch(rewards: list[float], lengths: list[int]) -> CreditBatch:
