@@ -84,7 +84,8 @@ class WorldSpec:
 def _parameters(found: Callable[..., Any]) -> Collection[str]:
     """Return the names that ``environment_config`` may give."""
     config = getattr(found, "Config", None)
-    return inspect.signature(config if dataclasses.is_dataclass(config) else found).parameters
+    taken = config if isinstance(config, type) and dataclasses.is_dataclass(config) else found
+    return inspect.signature(taken).parameters
 
 
 def _instance(located: Located, config: Mapping[str, Any], where: str) -> Any:

@@ -1,8 +1,9 @@
 """The worker process of worlds: many episodes at once, each in a thread of its own, until its socket closes.
 
 ``pool.WorldPool`` starts it. An order is ``(order, ticket, ...)``: ``open`` with a ``WorldSpec``, a row and a
-seed, ``step`` with a message, ``finish``, ``cancel``, ``check`` with a ``WorldSpec``, or ``retire``. An answer is
-``(ticket, answer)``: ``BUILT``, what the world says, a ``Failure``, ``CLOSED`` at the end of the episode.
+seed, ``step`` with a message, ``finish``, ``cancel``, ``check`` with a ``WorldSpec``, or ``retire``. An
+answer is ``(ticket, answer)``: ``BUILT``, what the world says, a ``Failure``, ``CLOSED`` at the end of the
+episode.
 """
 
 from __future__ import annotations

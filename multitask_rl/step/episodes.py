@@ -7,7 +7,7 @@ episode computes its reply, the engine samples turns of other episodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -173,7 +173,8 @@ class Episodes:
                 kind, failures = answer.kind, episode.failures
                 failures[kind.value] = failures.get(kind.value, 0) + 1
                 episode.num_lost += isinstance(answer, Lost)
-                if episode.num_own < MOST_TRIES and episode.num_lost < MOST_LOST and kind is not FailureKind.data:
+                is_spent = episode.num_own >= MOST_TRIES or episode.num_lost >= MOST_LOST
+                if not is_spent and kind is not FailureKind.data:
                     # a new record: the engine may hold this one
                     again = Episode(episode.slot, episode.slot, seed=episode.seed, failures=failures)
                     again.num_lost, again.world_s = episode.num_lost, episode.world_s

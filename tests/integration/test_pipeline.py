@@ -300,6 +300,32 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
     assert learnt.isdisjoint(range(4)), "late groups are not drawn again"
 
 
+def test_late_groups_of_an_interrupted_step_are_given_back_by_the_same_trainer(tmp_path):
+    trainer, gate = gated_trainer(tmp_path, 5)
+    close_in_first_step(trainer, gate)
+    interruptions = [KeyboardInterrupt]
+
+    def interrupt(scored: Scored) -> Scored:
+        if trainer.step == 1 and interruptions:
+            raise interruptions.pop()
+        return scored
+
+    trainer.insert_stage(Stage("interrupt", interrupt, consumes=Scored, produces=Scored), after="rewards")
+    with trainer:
+        trainer.train_step()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train_step()
+        gate.touch()
+        for _ in range(3):
+            trainer.train_step()
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    # as a run that is resumed from the checkpoint of the interruption
+    assert [row["task/slow/share_requested"] for row in steps] == [0.5, 0.75, 0.5, 0.5]
+    checkpoint = trainer.parts.store.checkpoints.newest()
+    assert checkpoint is not None
+    assert checkpoint.state["scheduler"]["carry"] == trainer.scheduler.carry
+
+
 def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(tmp_path):
     trainer, gate = gated_trainer(tmp_path, 4, checkpoint=CheckpointConfig(every=1))
     close_in_first_step(trainer, gate)

@@ -53,7 +53,8 @@ class World:
         self.turn += 1
         reply = [{"role": "user", "content": "ab c" * 750_000 if self.name == "endless" else "on"}]
         done = self.turn == 2 and self.name != "calls on"
-        return StepResult(messages=reply, done=done, reward=1.0, info={"tool_calls": {"look": 1}, "seed": self.seed})
+        info = {"tool_calls": {"look": 1}, "seed": self.seed}
+        return StepResult(messages=reply, done=done, reward=1.0, info=info)
 
     def close(self):
         self.note("closed")
