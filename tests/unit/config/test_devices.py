@@ -89,7 +89,8 @@ def test_reference_map_parses_where_the_devices_exist() -> None:
             ["device_map.reference", "of the actor, which has cuda:0"],
         ),
         ({"reference": "cuda:1"}, ["device_map.reference", "device_map does not name"]),
-        ({"actor": "cuda:0", "rollout": "cuda:1-2"}, ["device_map.rollout", "give both the same devices"]),
+        # not "or give both the same devices": an engine with weights of its own would refuse these, too
+        ({"actor": "cuda:0", "rollout": "cuda:1-2"}, ["device_map.rollout", "has cuda:0; leave rollout out"]),
         ({"actor": "cuda:0", "rollout": "cpu"}, ["device_map.rollout", "leave rollout out"]),
         ({"actor": "cuda:0", "reward.math": "cuda:1-2"}, ["device_map.reward.math", "name one, e.g. cuda:1"]),
         ({"actor": "cuda:0", "critic": "cuda:1-2"}, ["device_map.critic", "there are 1 ranks"]),
