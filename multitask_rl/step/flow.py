@@ -239,7 +239,7 @@ class DataFlow:
                 parts = _at_once(stage, source, parts, note)
             else:
                 # records that end at once may come in the order in which the stage computed them
-                parts = map(partial(sorted, key=stage.order), _streamed(stage, parts))
+                parts = map(partial(sorted, key=stage.order), _streamed(stage, stage.stream(parts)))
                 if stage.yields_batches:
                     rest = DataFlow(stages[place + 1 :])
                     return (rest(part, note=note) if part else [] for part in parts)
@@ -326,9 +326,9 @@ def _at_once(
     yield _timed(stage, _join(source, parts), note)
 
 
-def _streamed(stage: StreamingStage, parts: Iterator[list[Any]]) -> Iterator[list[Any]]:
+def _streamed(stage: Stage, parts: Iterator[list[Any]]) -> Iterator[list[Any]]:
     with _naming(stage):
-        yield from stage.stream(parts)
+        yield from parts
 
 
 @contextlib.contextmanager
