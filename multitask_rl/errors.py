@@ -83,6 +83,12 @@ class GuardStop(MultitaskRLError):
     exit_code = 3
 
 
+def with_notes(error: BaseException) -> str:
+    """Return the error in one line: type, message, notes."""
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    return f"{type(error).__name__}: {error}{notes}"
+
+
 def is_installed(package: str) -> bool:
     """Whether ``package`` can be imported; it is not imported."""
     try:

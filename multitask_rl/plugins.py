@@ -244,6 +244,15 @@ def absolute_reference(reference: str) -> str:
     return f"{prefix}{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
 
 
+def source_file(reference: str) -> Path | None:
+    """Return the file of a plugin named by file or by a module that is imported; None for other names."""
+    place = reference.rpartition(":")[0].rpartition(":")[2]  # verl:file.py:compute_score
+    if place.endswith(".py"):
+        return Path(place).expanduser().resolve()
+    file = getattr(sys.modules.get(place), "__file__", None)
+    return Path(file) if file else None
+
+
 @lru_cache(maxsize=8)
 def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.EntryPoint]:
     """Return every entry point of our groups in ``path``, also the second of two equal names.

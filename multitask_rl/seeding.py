@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import sys
 
 
 def derive_seed(seed: int, *name: str | int) -> int:
@@ -23,3 +24,14 @@ def derive_seed(seed: int, *name: str | int) -> int:
 def random_stream(seed: int, *name: str | int) -> random.Random:
     """Return the ``random.Random`` of the stream ``name``."""
     return random.Random(derive_seed(seed, *name))
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of this process: Python's, and those of NumPy and torch if imported."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.manual_seed(seed)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import multitask_rl
 from multitask_rl.boundary.printable import one_line, redact_text
 from multitask_rl.config.schema.build import suggest
-from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.errors import ConfigError, MultitaskRLError, with_notes
 from multitask_rl.lazy import without_collector
 
 COMMANDS = {
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if problem := _problem_of_torch():
             print(error_line(f"{problem} (--debug shows the traceback)"), file=sys.stderr)
             return 2
-        told = f"{type(error).__name__}: {error} ({_place(error)}; not foreseen, --debug shows the traceback)"
+        told = f"{with_notes(error)} ({_place(error)}; not foreseen, --debug shows the traceback)"
         print(error_line(told), file=sys.stderr)
         return 1
 

@@ -158,7 +158,7 @@ def parse_device_map(
             has = f"which has {actor}" if actor is not None else "which device_map does not name"
             raise ConfigError(
                 f"device_map.{role}: {devices}: the {_WITH_ACTOR[role]} lives on the devices of the actor, "
-                f"{has}; leave {role} out, or give both the same devices"
+                f"{has}; leave {role} out"
             )
         if "." in role and len(devices.indices) > 1:
             raise ConfigError(

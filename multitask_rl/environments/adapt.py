@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,10 @@ class WorldSpec:
             max_tool_calls=spec.max_tool_calls,
         )
 
-    def build(self, run: Callable[..., Any]) -> World:
+    def build(self, run: Callable[..., Any], seed: int = 0) -> World:
         """Return a new world; ``run`` calls a function, also an async one, and returns its result.
+
+        ``seed``: of the episode, for a class of the author that takes one.
 
         Raises:
             PluginError: unknown, of no known shape, or it cannot be built.
@@ -69,12 +71,21 @@ class WorldSpec:
             raise PluginError(
                 f"{self.where}: {self.reference!r} is {found.value!r}; expected a class or a function"
             )
+        if not is_trl and prefix not in FOREIGN and "seed" in _parameters(found.value):
+            config.setdefault("seed", seed % 2**32)  # as NumPy's generators take it
         built = _instance(found, config, self.where)
         world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
         world.calls_left = self.max_tool_calls or None
         if isinstance(world, AgentWorld):  # ``earned`` waits so long, and has ``timeout_s``
             world.grace_s = min(world.grace_s, self.timeout_s / 2)
         return world
+
+
+def _parameters(found: Callable[..., Any]) -> Collection[str]:
+    """Return the names that ``environment_config`` may give."""
+    config = getattr(found, "Config", None)
+    taken = config if isinstance(config, type) and dataclasses.is_dataclass(config) else found
+    return inspect.signature(taken).parameters
 
 
 def _instance(located: Located, config: Mapping[str, Any], where: str) -> Any:

@@ -207,9 +207,9 @@ class WorldPool:
         if episode.error is not None:
             raise episode.error
 
-    def open(self, task: str, row: Mapping[str, Any]) -> int:
+    def open(self, task: str, row: Mapping[str, Any], seed: int = 0) -> int:
         """Begin an episode of ``task`` on ``row``; return its ticket. ``poll`` gives its ``Opening``."""
-        return self._begin("open", task, self._specs[task], dict(row))
+        return self._begin("open", task, self._specs[task], dict(row), seed)
 
     def step(self, ticket: int, message: Message) -> None:
         """Pass the actor's message to the world; ``poll`` gives its ``StepResult``."""

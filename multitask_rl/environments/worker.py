@@ -1,8 +1,9 @@
 """The worker process of worlds: many episodes at once, each in a thread of its own, until its socket closes.
 
-``pool.WorldPool`` starts it. An order is ``(order, ticket, ...)``: ``open`` with a ``WorldSpec`` and a row,
-``step`` with a message, ``finish``, ``cancel``, ``check`` with a ``WorldSpec``, or ``retire``. An answer is
-``(ticket, answer)``: ``BUILT``, what the world says, a ``Failure``, ``CLOSED`` at the end of the episode.
+``pool.WorldPool`` starts it. An order is ``(order, ticket, ...)``: ``open`` with a ``WorldSpec``, a row and a
+seed, ``step`` with a message, ``finish``, ``cancel``, ``check`` with a ``WorldSpec``, or ``retire``. An
+answer is ``(ticket, answer)``: ``BUILT``, what the world says, a ``Failure``, ``CLOSED`` at the end of the
+episode.
 """
 
 from __future__ import annotations
@@ -119,12 +120,12 @@ class WorldWorker:
             with contextlib.suppress(BaseException):  # SystemExit of a task leaves the loop
                 self._loop.run_forever()
 
-    def _live(self, ticket: int, spec: WorldSpec, row: dict[str, Any]) -> None:
+    def _live(self, ticket: int, spec: WorldSpec, row: dict[str, Any], seed: int) -> None:
         """Live one episode: reset, steps, end. The world is closed once, whatever happens."""
         orders = self._orders[ticket]
         world: World | None = None
         try:
-            world = spec.build(self.run)
+            world = spec.build(self.run, seed)
             self._send(ticket, BUILT)
             self._send(ticket, _checked(world.reset(row), Opening))
             while True:

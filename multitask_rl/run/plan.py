@@ -24,7 +24,7 @@ from multitask_rl.data import pools_by_column
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import fingerprint, held_out_warning, load_both
-from multitask_rl.errors import ConfigError, DataError, path_errors, require_extra
+from multitask_rl.errors import ConfigError, DataError, MissingExtraError, path_errors, require_extra
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
     GUARDS,
@@ -206,7 +206,15 @@ def plan_run(
         engine=engine,
     )
     if engine is None and config.executor != "ray":
-        plan.engine_class.check()
+        try:
+            plan.engine_class.check()
+        except MissingExtraError:
+            raise
+        except ImportError as error:
+            raise MissingExtraError(
+                f"rollout.engine={config.rollout.engine!r} cannot run here: {type(error).__name__}: {error}. "
+                "Install what it needs, or choose another engine"
+            ) from error
     rounds = engine is None and sampling_weights(plan.engine_class, config.rollout) == "bfloat16"
     if rounds and config.model.dtype == "float16":
         raise ConfigError(

@@ -28,6 +28,7 @@ from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
 from multitask_rl.plugins import class_id
 from multitask_rl.records import Event
+from multitask_rl.run.code import PluginCode
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
@@ -110,6 +111,8 @@ class RunStore:
         """Record files that existed at the last check."""
         self.events: list[Event] = []
         """Events of the resume."""
+        self.code = PluginCode({})
+        """Files of the run's plugins, from ``resume`` on."""
 
     def close(self) -> None:
         """Unlock the directory. Idempotent."""
@@ -223,6 +226,7 @@ class RunStore:
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
         track, found = self._track, self._found
+        self.code = PluginCode(specs)
         if found is None:
             if track:
                 # an unreadable checkpoint would count as the newest of the new run
@@ -235,6 +239,8 @@ class RunStore:
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
         state.restore(found, without=["guard"] if is_other else [])
+        if progress.step < config.max_steps:
+            changed |= self._changed_code(found.state.get("code", {}), specs)
         if changed:
             told = ", ".join(f"{key}: {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
             reason = f"{'resumed' if is_own else 'forked'} with other settings: {told}"
@@ -300,6 +306,18 @@ class RunStore:
         changed = (key for key in differing if key not in {*_MAY_DIFFER, *places})
         return tasks | {key: (old.get(key), new.get(key)) for key in changed}
 
+    def _changed_code(
+        self, before: Mapping[str, Mapping[str, str]], specs: Mapping[str, TaskSpec]
+    ) -> dict[str, tuple[str, str]]:
+        """Return the plugins whose files differ from those of the checkpoint: key -> (before, now)."""
+        return {
+            f"code of tasks.{name}.{what}": (old, new)
+            for name, versions in self.code.versions.items()
+            for own in [before.get(name) or before.get(specs[name].renamed_from) or {}]
+            for what, new in versions.items()
+            if (old := own.get(what, new)) != new
+        }
+
     def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
         """Write a checkpoint, with the lengths of the run's records; return its directory.
 
@@ -311,6 +329,7 @@ class RunStore:
             "guard_class": class_id(type(guard)),
             "run_id": run_id,
             "records": record_lengths(self._output_dir),
+            "code": self.code.versions,
         }
         return self.checkpoints.save(
             entry,

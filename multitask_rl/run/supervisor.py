@@ -87,6 +87,7 @@ class Supervisor:
         self.state.unmeasured = []
         if evaluates or new:
             self.note(self.evaluator.scorer.health_events(step))
+            self._tell_edited_plugins()
         if judged is not None and not self._conclude(*judged):
             return False
         due = forced or _is_due(step, config.checkpoint.every)
@@ -100,6 +101,15 @@ class Supervisor:
         if evaluates if self.progress.saved_at == step else due:
             self.save()
         return True
+
+    def _tell_edited_plugins(self) -> None:
+        if edited := self.store.code.edited():
+            reason = (
+                f"edited while the run goes on: {', '.join(edited)}. Environments use the new text from "
+                "their next episode on, a reward or constraint in each worker that is started again; stop "
+                "the run and let it resume, so that all use it"
+            )
+            self.note([Event(step=self.progress.step, source="run", kind="changed", reason=reason)])
 
     def _record(self, evaluations: dict[str, TaskEvaluation], numbers: Mapping[str, float]) -> None:
         """Write ``evaluations``, their metrics and further ``numbers`` to records and trackers."""

@@ -45,6 +45,8 @@ class PluginPlan:
     """Digest of plugin, version and configuration: equal plans share a lane and cached results."""
     isolate: bool
     """It runs in worker processes."""
+    seed: int = 0
+    """Of the random numbers that it draws in worker processes."""
     memory_mb: int = 0
     """MiB that scoring may add to the memory of a worker; 0 = no limit."""
 

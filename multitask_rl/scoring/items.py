@@ -58,6 +58,8 @@ class Item:
     """Retries after ``infra`` failures."""
     deaths: int = 0
     """Worker processes that died while they scored it."""
+    crashes: int = 0
+    """Of these, processes that nothing outside killed."""
     spent: float = 0.0
     """Seconds that it took in processes that it ended."""
     alone: bool = False
@@ -85,6 +87,11 @@ class Item:
     def is_open(self) -> bool:
         """It has no result and is still to be tried."""
         return self.result is None and self.trouble is None
+
+    @property
+    def failed_calls(self) -> int:
+        """Its calls that failed by themselves; the next one draws other random numbers."""
+        return self.attempts + self.crashes
 
     @property
     def has_overrun(self) -> bool:

@@ -225,6 +225,7 @@ class Lane:
                 self._probe(suspects[0])
             for item in suspects:
                 item.deaths += 1
+                item.crashes += not outside
                 item.spent += 0.0 if outside else (time.monotonic() - call.began) / len(suspects)
                 message = f"the worker process {reason} {item.deaths} times while scoring {what}"
                 failure = self._failure(FailureKind.infra, message)

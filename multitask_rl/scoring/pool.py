@@ -360,6 +360,7 @@ def plan_plugin(
         where=where,
         key=hashlib.blake2b(identity.encode(), digest_size=16).digest(),
         isolate=source.isolates(config),
+        seed=derive_seed(seed, kind, spec.plugin, "global generators"),
     )
 
 

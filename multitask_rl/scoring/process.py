@@ -200,8 +200,11 @@ class WorkerProcess:
         self._text_only = facts.text_only
         return facts
 
-    def submit(self, rollouts: Sequence[records.Rollout], *, each: bool) -> None:
-        """Begin a call; ``each``: rollout by rollout, results sent as they come."""
+    def submit(self, rollouts: Sequence[records.Rollout], failed_calls: Sequence[int], *, each: bool) -> None:
+        """Begin a call; ``each``: rollout by rollout, results sent as they come.
+
+        ``failed_calls``: how many calls for each rollout have failed.
+        """
         self._calls += 1
         if self._text_only:  # token ids and log-probabilities are most of the cost of sending
             prompts = {id(r.prompt): r.prompt for r in rollouts}
@@ -217,7 +220,7 @@ class WorkerProcess:
                 for rollout in rollouts
             ]
         try:
-            self._channel.send((self._calls, each, rollouts))
+            self._channel.send((self._calls, each, rollouts, failed_calls))
         except OSError as error:
             raise self._died() from error
 

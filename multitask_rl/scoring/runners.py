@@ -92,7 +92,8 @@ class ProcessRunner(Runner):
         lane = self._lane
         limit = lane.limit_of(call)
         try:
-            worker.submit([item.rollout for item in call.items], each=call.each)
+            rollouts = [item.rollout for item in call.items]
+            worker.submit(rollouts, [item.failed_calls for item in call.items], each=call.each)
             while call.position < len(call.items):
                 results = self._results(worker, call, call.began + limit)
                 if results is None:

@@ -21,6 +21,7 @@ from multitask_rl.lazy import without_collector
 from multitask_rl.scoring.grader import PluginPlan
 from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress, encode
 from multitask_rl.scoring.results import is_out_of_memory
+from multitask_rl.seeding import derive_seed, seed_generators
 
 FLUSH_S = 0.003
 """Most seconds between messages: a message per result would cost more than most results."""
@@ -61,6 +62,7 @@ def _serve(channel: Channel, progress: Progress) -> None:
             os._exit(0)
 
     plan: PluginPlan = channel.receive()
+    seed_generators(plan.seed)
     try:
         with without_collector():
             grader = plan.build()
@@ -81,12 +83,15 @@ def _serve(channel: Channel, progress: Progress) -> None:
         if hard == resource.RLIM_INFINITY or limit < hard:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     while True:
-        call, each, rollouts = channel.receive()
+        call, each, rollouts, failed_calls = channel.receive()
         size = 1 if each else len(rollouts)
         results: list[tuple[Any, ...]] = []
         sent = time.monotonic()
         for start in range(0, len(rollouts), size):
             progress.set(call, start)
+            one = rollouts[start]
+            name = one.task, one.prompt.draw, one.sample, one.attempt, failed_calls[start]
+            seed_generators(derive_seed(plan.seed, *name))
             graded = grader.grade(rollouts[start : start + size])
             end_fork()
             if any(map(is_out_of_memory, graded)):

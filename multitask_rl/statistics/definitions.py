@@ -109,8 +109,8 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     where a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it
     covers the constraints. Every hash covers the environment and its limits. If nothing is scored, the
     primary metric's hash is of the teacher. Of a text that begins as a path only the last name counts: the
-    same run may lie in another directory. Not seen are changed code, and constraints that reject responses
-    and so change what a reward is given to.
+    same run may lie in another directory. Not seen are changed code (``run/code.py`` tells it),
+    and constraints that reject responses and so change what a reward is given to.
     """
 
     def digest(*parts: Any) -> str:

@@ -19,6 +19,7 @@ from multitask_rl.errors import DataError
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import FLAGGED, Failure, FailureKind, Prompt, Rollout, SamplingParams, Turn
 from multitask_rl.rollout.base import Generation
+from multitask_rl.seeding import derive_seed
 from multitask_rl.step.task_state import TaskState
 
 MOST_TRIES = 3
@@ -42,6 +43,8 @@ class Episode:
     """The turn to come: what the world said."""
     ticket: int = 0
     """Number of its world in the pool."""
+    seed: int = 0
+    """Of its world; each try that failed by itself gives another one."""
     failures: dict[str, int] = field(default_factory=dict)
     """Kind of failure -> number of failed tries, this one included."""
     num_lost: int = 0
@@ -59,6 +62,11 @@ class Episode:
     def number(self) -> int:
         """Number of turns so far."""
         return len(self.rollout.turns)
+
+    @property
+    def num_own(self) -> int:
+        """Number of tries that failed by themselves."""
+        return sum(self.failures.values()) - self.num_lost
 
 
 class Episodes:
@@ -122,10 +130,10 @@ class Episodes:
             for prompt in (episode.slot.prompt, episode.rollout.prompt):
                 prompt.position = positions[prompt.group_id]
 
-    def begin(self, slots: Iterable[Rollout]) -> None:
-        """Open a world for every empty rollout."""
-        for slot in slots:
-            self._begin(Episode(slot, slot))
+    def begin(self, slots: Sequence[Rollout], seeds: Sequence[int]) -> None:
+        """Open a world for every empty rollout; ``seeds`` are of the worlds."""
+        for slot, seed in zip(slots, seeds, strict=True):
+            self._begin(Episode(slot, slot, seed=seed))
 
     def _begin(self, episode: Episode) -> None:
         spec = self._tasks[episode.slot.task].spec
@@ -134,7 +142,8 @@ class Episodes:
         episode.rollout = replace(
             episode.slot, turns=[], response_ids=[], rollout_logprobs=[], verdicts={}, token_limit=limit
         )
-        episode.ticket = self._pool.open(episode.slot.task, episode.slot.row)
+        seed = derive_seed(episode.seed, episode.num_own)
+        episode.ticket = self._pool.open(episode.slot.task, episode.slot.row, seed)
         self._open[episode.ticket] = episode
         self._waiting.add(episode.ticket)
 
@@ -164,11 +173,11 @@ class Episodes:
                 kind, failures = answer.kind, episode.failures
                 failures[kind.value] = failures.get(kind.value, 0) + 1
                 episode.num_lost += isinstance(answer, Lost)
-                num_own = sum(failures.values()) - episode.num_lost
-                if num_own < MOST_TRIES and episode.num_lost < MOST_LOST and kind is not FailureKind.data:
+                is_spent = episode.num_own >= MOST_TRIES or episode.num_lost >= MOST_LOST
+                if not is_spent and kind is not FailureKind.data:
                     # a new record: the engine may hold this one
-                    again = Episode(episode.slot, episode.slot, failures=failures, num_lost=episode.num_lost)
-                    again.world_s = episode.world_s
+                    again = Episode(episode.slot, episode.slot, seed=episode.seed, failures=failures)
+                    again.num_lost, again.world_s = episode.num_lost, episode.world_s
                     self._begin(again)
                 else:
                     done.append(_ended(episode, failure=answer, finish_reason="error"))

@@ -173,12 +173,11 @@ class ExperienceSource:
         return [("rewards", span) for batch in self._open() for span in batch.rewards.spans().values()]
 
     def rewind(self) -> None:
-        """Undo the draws of batches that were never trained on."""
+        """Undo the draws of batches that were never trained on; later quotas give back late groups."""
         if not self._ahead:
             return
         undone, num_late = list(self._ahead), self._num_late.copy()
         self.clear()
-        self._num_late = num_late
         for batch in reversed(undone):  # the oldest cursor of a task counts
             carry, after = batch.before["carry"], batch.before["after"]
             if self._scheduler.carry != after:  # steps that were made since have changed it, too
@@ -190,6 +189,7 @@ class ExperienceSource:
                 task.num_overlong = num_overlong
                 if task.stream is not None:
                     task.stream.undo(cursor)
+        self._give_back(num_late)
 
     def clear(self) -> None:
         """Drop all batches under way, because their weights are discarded or the run ends."""
@@ -209,11 +209,14 @@ class ExperienceSource:
     def giving_back_late_groups(self) -> Iterator[None]:
         """Let later quotas give back the late groups inside the block: a checkpoint leaves them out."""
         carry = dict(self._scheduler.carry)
-        self._scheduler.carry_over(+self._num_late, self._config.batch.prompts_per_step)
+        self._give_back(self._num_late)
         try:
             yield
         finally:
             self._scheduler.carry = carry
+
+    def _give_back(self, num_late: Counter[str]) -> None:
+        self._scheduler.carry_over(+num_late, self._config.batch.prompts_per_step)
 
     def close(self) -> None:
         """End the thread and what it samples. Idempotent."""

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, MultitaskRLError
 
 logger = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class DataFlow:
                 parts = _at_once(stage, source, parts, note)
             else:
                 # records that end at once may come in the order in which the stage computed them
-                parts = map(partial(sorted, key=stage.order), stage.stream(parts))
+                parts = map(partial(sorted, key=stage.order), _streamed(stage, stage.stream(parts)))
                 if stage.yields_batches:
                     rest = DataFlow(stages[place + 1 :])
                     return (rest(part, note=note) if part else [] for part in parts)
@@ -326,15 +326,34 @@ def _at_once(
     yield _timed(stage, _join(source, parts), note)
 
 
+def _streamed(stage: Stage, parts: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    with _naming(stage):
+        yield from parts
+
+
+@contextlib.contextmanager
+def _naming(stage: Stage) -> Iterator[None]:
+    """Let an error that is not foreseen name the stage; it may have passed through others since."""
+    try:
+        yield
+    except MultitaskRLError:
+        raise
+    except Exception as error:
+        if not getattr(error, "__notes__", ()):
+            error.add_note(f"in the stage {stage.name!r}")
+        raise
+
+
 def _timed(stage: Stage, items: list[Any], note: Note | None) -> list[Any]:
     began = time.monotonic()
-    if stage.num_workers == 1 or len(items) < 2:
-        output = stage.process(items)
-    else:
-        size = -(-len(items) // stage.num_workers)
-        with ThreadPoolExecutor(stage.num_workers, thread_name_prefix=stage.name) as pool:
-            parts = pool.map(stage.process, (items[i : i + size] for i in range(0, len(items), size)))
-            output = [record for part in parts for record in part]
+    with _naming(stage):
+        if stage.num_workers == 1 or len(items) < 2:
+            output = stage.process(items)
+        else:
+            size = -(-len(items) // stage.num_workers)
+            with ThreadPoolExecutor(stage.num_workers, thread_name_prefix=stage.name) as pool:
+                parts = pool.map(stage.process, (items[i : i + size] for i in range(0, len(items), size)))
+                output = [record for part in parts for record in part]
     if note is not None:
         note(stage.name, (began, time.monotonic()))
     return output

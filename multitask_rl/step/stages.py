@@ -301,7 +301,7 @@ class RolloutStage(StreamingStage):
         if call.episodes is not None:
             for slot in (own := [slot for slot in slots if self._has_world(slot)]):
                 slot.policy_version = self.engine.policy_version
-            call.episodes.begin(own)
+            call.episodes.begin(own, [self._seed_of(slot, "world") for slot in own])
 
     def _take(self, call: _Call, ended: Sequence[Ended]) -> list[Rollout]:
         """Fill the rollouts whose response ended, and go on with the episodes whose turn did."""
@@ -341,18 +341,7 @@ class RolloutStage(StreamingStage):
                 continue
             rollout = slot.rollout if isinstance(slot, Episode) else slot
             turn = (slot.number,) if isinstance(slot, Episode) and slot.number else ()
-            run_seed, name = self._seed, rollout.task
-            if self._purpose != "rollout":  # evaluations of a task stay paired when a resume renames it
-                run_seed, name = self._tasks[rollout.task].held_out_by[:2]
-            seed = derive_seed(
-                run_seed,
-                self._purpose,
-                name,
-                rollout.prompt.draw,
-                rollout.sample,
-                rollout.attempt,
-                *turn,
-            )
+            seed = self._seed_of(rollout, *turn)
             watch = None
             if call.judge is not None:
                 # a partial answer is judged alone, without the turns before it
@@ -385,6 +374,13 @@ class RolloutStage(StreamingStage):
             call.slots.append(slot)
             call.seeds.append(seed)
         return requests
+
+    def _seed_of(self, rollout: Rollout, *name: str | int) -> int:
+        run_seed, task = self._seed, rollout.task
+        if self._purpose != "rollout":  # evaluations of a task stay paired when a resume renames it
+            run_seed, task = self._tasks[task].held_out_by[:2]
+        place = rollout.prompt.draw, rollout.sample, rollout.attempt
+        return derive_seed(run_seed, self._purpose, task, *place, *name)
 
     def _text(self, slot: Rollout, response_ids: Sequence[int], also: Sequence[str] = ()) -> str:
         text = self._decode(response_ids)

@@ -31,7 +31,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError
+from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError, with_notes
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, default_device, load_actor, make_actor
@@ -297,7 +297,7 @@ class Trainer:
             raise
         except Exception as error:
             if not self._is_closed:  # else what failed is the end, which has closed the records
-                told = error if isinstance(error, MultitaskRLError) else f"{type(error).__name__}: {error}"
+                told = error if isinstance(error, MultitaskRLError) else with_notes(error)
                 failed = Event(step=self.step, source="run", kind="failed", reason=redact_text(str(told)))
                 with contextlib.suppress(MultitaskRLError, OSError):
                     parts.supervisor.note([failed])

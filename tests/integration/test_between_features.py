@@ -419,6 +419,32 @@ def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
     assert "tasks: ['copy', 'digit'] -> ['copy', 'number']" in changed.reason
 
 
+def test_edited_plugin_files_are_told_while_the_run_goes_on_and_at_a_resume(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=40)
+
+    def told(steps, edits_at=None):
+        trainer = Trainer.from_config(run_config(tmp_path, "out", steps, **SMALL))
+
+        def edit(scored):
+            if trainer.step == edits_at:
+                with (tmp_path / "rewards.py").open("a") as file:
+                    file.write("# edited\n")
+            return scored
+
+        trainer.insert_stage(Stage("edit", edit, consumes=Scored, produces=Scored), after="rewards")
+        trainer.train()
+        return [event.reason for event in trainer.events if event.kind == "changed"]
+
+    (reason,) = told(2, edits_at=1)
+    assert reason.startswith("edited while the run goes on: tasks.copy.rewards.starts_right (rewards.py), ")
+    assert told(3) == []
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write("# edited again\n")
+    assert told(3) == [], "a finished run makes no step with it"
+    (reason,) = told(4)
+    assert reason.startswith("resumed with other settings: code of tasks.copy.rewards.starts_right: ")
+
+
 def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path):
     """``renamed_from`` may be left out once a checkpoint has the new name."""
     anchor = "  old: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"

@@ -288,6 +288,13 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
     if fails_after:
         kind = Rollout if fails_after == "rollout" else Scored
         trainer.insert_stage(Stage("fail", fail, consumes=kind, produces=kind), after=fails_after)
+
+    def open_gate(sample: CreditedSample) -> CreditedSample:
+        gate.touch()  # the evaluation at the end is scored
+        return sample
+
+    stage = Stage("open", open_gate, consumes=CreditedSample, produces=CreditedSample)
+    trainer.insert_stage(stage, after="advantages")
     with pytest.raises(ZeroDivisionError) if fails_after else contextlib.nullcontext():
         trainer.train()
     gate.touch()
@@ -298,6 +305,33 @@ def test_late_groups_of_a_run_that_stops_are_given_back_to_their_task(tmp_path, 
     learnt = {r["draw"] for r in records(tmp_path / "out") if r["task"] == "slow"}
     assert learnt, "the gate is open"
     assert learnt.isdisjoint(range(4)), "late groups are not drawn again"
+
+
+def test_late_groups_of_an_interrupted_step_are_given_back_by_the_same_trainer(tmp_path):
+    trainer, gate = gated_trainer(tmp_path, 5)
+    close_in_first_step(trainer, gate)
+    interruptions = [KeyboardInterrupt]
+
+    def interrupt(scored: Scored) -> Scored:
+        if trainer.step == 1 and interruptions:
+            raise interruptions.pop()
+        return scored
+
+    trainer.insert_stage(Stage("interrupt", interrupt, consumes=Scored, produces=Scored), after="rewards")
+    with trainer:
+        trainer.train_step()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train_step()
+        gate.touch()
+        for _ in range(3):
+            trainer.train_step()
+        trainer.parts.supervisor.save()
+        checkpoint = trainer.parts.store.checkpoints.newest()
+    assert checkpoint is not None
+    assert checkpoint.state["scheduler"]["carry"] == trainer.scheduler.carry
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    # as a run that is resumed from the checkpoint of the interruption
+    assert [row["task/slow/share_requested"] for row in steps] == [0.5, 0.75, 0.5, 0.5]
 
 
 def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(tmp_path):

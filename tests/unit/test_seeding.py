@@ -1,9 +1,13 @@
 """Streams by hash: separate, stable, reopenable."""
 
+import random
 import subprocess
 import sys
 
-from multitask_rl.seeding import derive_seed, random_stream
+import numpy as np
+import torch
+
+from multitask_rl.seeding import derive_seed, random_stream, seed_generators
 
 
 def test_streams_of_different_names_never_share_a_seed() -> None:
@@ -34,6 +38,24 @@ def test_seed_is_a_value_that_never_changes() -> None:
 def test_stream_opened_again_gives_the_same_numbers() -> None:
     first, again = random_stream(1, "x", 2), random_stream(1, "x", 2)
     assert [first.random() for _ in range(5)] == [again.random() for _ in range(5)]
+
+
+def test_global_generators_are_seeded_alike_where_they_are_loaded() -> None:
+    own = random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+    def numbers() -> list[float]:
+        seed_generators(2**62 + 1)
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    try:
+        assert numbers() == numbers()
+    finally:
+        random.setstate(own[0])
+        np.random.set_state(own[1])
+        torch.set_rng_state(own[2])
+    code = "import sys, multitask_rl.seeding as s; s.seed_generators(1); print({'torch'} & {*sys.modules})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"
 
 
 GOLDEN = 6957164344341976654

@@ -116,6 +116,22 @@ def test_a_device_that_nothing_would_use_is_refused(tmp_path, monkeypatch, role,
         plan_run(config)
 
 
+def test_an_engine_whose_check_cannot_import_is_refused_by_its_name(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 4)
+    (tmp_path / "mine.py").write_text(
+        "from multitask_rl.testing.fakes import FakeEngine\n\n"
+        "class Mine(FakeEngine):\n    @classmethod\n    def check(cls):\n        import no_such_library\n"
+    )
+    engine = f"{tmp_path / 'mine.py'}:Mine"
+    task = {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"]}
+    rollout = RolloutConfig(engine=engine)
+    config = RunConfig(tasks={"t": task}, output_dir=str(tmp_path / "run"), rollout=rollout)
+    with pytest.raises(
+        MissingExtraError, match=re.escape(f"rollout.engine={engine!r} cannot run here: Module")
+    ):
+        plan_run(config)
+
+
 @pytest.mark.parametrize(
     ("every", "reach", "words"), [(20, 100, ""), (0, 100, "eval.every=0"), (20, 10, "1 to 10")]
 )

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,21 @@ class InProcess:
 class WrongSignature:
     def score(self):
         return []
+"""
+
+DRAWS = """
+import os, random, signal
+AT_START = random.random()
+
+def draws(response):
+    ending = os.environ["ENDINGS"] + response
+    value = random.random() + AT_START
+    if response != "fine" and not os.path.exists(ending):
+        open(ending, "w").close()
+        if response == "lost":
+            raise ConnectionError("lost")
+        os.kill(os.getpid(), signal.SIGKILL) if response == "killed" else os._exit(7)
+    return value
 """
 
 
@@ -427,6 +443,31 @@ def test_infra_failures_are_retried_and_others_not(open_pool: Open) -> None:
         message="raised ConnectionError: refused (plugins.py:69)",
         source="unreachable",
     )
+
+
+def test_random_numbers_of_a_plugin_depend_on_the_sample_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever worker scores the sample, whatever it scored before, also after a kill from outside."""
+    file = tmp_path / "draws.py"
+    file.write_text(DRAWS)
+    monkeypatch.setenv("ENDINGS", str(tmp_path / "ended"))
+
+    def score(rollouts: Sequence[Rollout], seed: int = 0, **config: Any) -> list[float | None]:
+        spec = TaskSpec(name="a", rewards=[RewardSpec(plugin=f"{file}:draws", name="draws")])
+        with RewardPool({"a": spec}, ScoringConfig(**config), seed=seed, devices={}) as pool:
+            return [scored.reward for scored in pool.score(rollouts)]
+
+    rollouts = of("a", *(["lost", "killed", "crash"] + ["fine"] * 9))
+    undisturbed = [replace(rollout, response="fine") for rollout in rollouts]
+    expected = score(undisturbed, num_workers=1)
+    before = random.getstate()
+    found = score(rollouts[::-1], num_workers=2)[::-1]
+    assert random.getstate() == before
+    assert len({*expected, *found}) == len(rollouts) + 2
+    # a call that failed by itself is not repeated with the same numbers
+    assert [a == b for a, b in zip(expected, found, strict=True)] == [False, True, False, *[True] * 9]
+    assert not {*expected} & {*score(undisturbed[:3], seed=1, num_workers=1)}
 
 
 def test_breaker_stops_asking_when_the_machinery_is_down(open_pool: Open) -> None:

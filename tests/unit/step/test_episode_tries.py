@@ -29,8 +29,8 @@ from multitask_rl.environments.base import StepResult
 
 
 class World:
-    def __init__(self, log):
-        self.log = log
+    def __init__(self, log, seed=-1):
+        self.log, self.seed = log, seed
         self.note("built")
 
     def note(self, what):
@@ -44,13 +44,17 @@ class World:
             time.sleep(0.001)
         if self.name == "dies":
             os._exit(3)
+        if self.name == "fails once" and not os.path.exists(self.log + ".failed"):
+            open(self.log + ".failed", "w").close()
+            raise ValueError(self.seed)
         return []
 
     def step(self, message):
         self.turn += 1
         reply = [{"role": "user", "content": "ab c" * 750_000 if self.name == "endless" else "on"}]
         done = self.turn == 2 and self.name != "calls on"
-        return StepResult(messages=reply, done=done, reward=1.0, info={"tool_calls": {"look": 1}})
+        info = {"tool_calls": {"look": 1}, "seed": self.seed}
+        return StepResult(messages=reply, done=done, reward=1.0, info=info)
 
     def close(self):
         self.note("closed")
@@ -137,6 +141,24 @@ def test_a_world_that_dies_while_the_engine_samples_its_turn_begins_again_once(r
     while (lines := (tmp_path / "log").read_text().split()).count("closed") < 3 and time.monotonic() < until:
         time.sleep(0.02)
     assert (lines.count("built"), lines.count("closed")) == (6, 3)
+
+
+def test_the_seed_of_a_world_is_another_only_after_a_failure_of_its_own(run, new_children):
+    killed = []
+
+    def kill() -> None:
+        if not killed:
+            killed.extend(new_children())
+            os.kill(killed[0].pid, signal.SIGKILL)
+            time.sleep(0.3)
+
+    names = ["a", "b", "fails once"]
+    disturbed, undisturbed = (
+        [r.turns[0].info["seed"] for r in run(Engine(between), names)] for between in (kill, lambda: None)
+    )
+    assert len({*disturbed, *undisturbed}) == 4
+    assert disturbed[:2] == undisturbed[:2]
+    assert all(0 <= seed < 2**32 for seed in undisturbed)
 
 
 def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):

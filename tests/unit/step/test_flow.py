@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, with_notes
 from multitask_rl.step.flow import DataFlow, Stage, StreamingStage
 
 
@@ -111,6 +111,23 @@ def test_a_flow_runs_without_a_source_if_its_first_stage_makes_the_records(caplo
     assert not caplog.text
     assert DataFlow([double()]).run(max_steps=3) == []
     assert "give run a source" in caplog.text
+
+
+class Breaks(StreamingStage):
+    def stream(self, parts):
+        return ([n // 0 for n in part] for part in parts)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [Stage("broken", lambda n: n // 0), Stage("broken", lambda n: n // 0, num_workers=2), Breaks("broken")],
+)
+def test_an_error_names_the_stage_in_which_it_happened(broken):
+    flow = DataFlow([Stage("first", lambda n: n), broken, Breaks("later")])
+    with pytest.raises(ZeroDivisionError) as caught:
+        flow([1, 2, 3])
+    assert with_notes(caught.value).endswith(", in the stage 'broken'")
+    assert with_notes(caught.value).count("stage") == 1
 
 
 def test_a_stage_needs_a_module_or_a_process():
