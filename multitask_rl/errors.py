@@ -85,7 +85,7 @@ class GuardStop(MultitaskRLError):
 
 def with_notes(error: BaseException) -> str:
     """Return the error in one line: type, message, notes."""
-    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+    notes = "".join(f", {note}" for note in vars(error).get("__notes__", ()))
     return f"{type(error).__name__}: {error}{notes}"
 
 

@@ -249,7 +249,7 @@ def source_file(reference: str) -> Path | None:
     place = reference.rpartition(":")[0].rpartition(":")[2]  # verl:file.py:compute_score
     if place.endswith(".py"):
         return Path(place).expanduser().resolve()
-    file = getattr(sys.modules.get(place), "__file__", None)
+    file = vars(sys.modules[place]).get("__file__") if place in sys.modules else None
     return Path(file) if file else None
 
 

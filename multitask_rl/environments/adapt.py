@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,9 +71,8 @@ class WorldSpec:
             raise PluginError(
                 f"{self.where}: {self.reference!r} is {found.value!r}; expected a class or a function"
             )
-        if not is_trl and prefix not in FOREIGN and "seed" in _parameters(found.value):
-            config.setdefault("seed", seed % 2**32)  # as NumPy's generators take it
-        built = _instance(found, config, self.where)
+        own_seed = None if is_trl or prefix in FOREIGN else seed % 2**32  # as NumPy's generators take it
+        built = _instance(found, config, self.where, own_seed)
         world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
         world.calls_left = self.max_tool_calls or None
         if isinstance(world, AgentWorld):  # ``earned`` waits so long, and has ``timeout_s``
@@ -81,16 +80,15 @@ class WorldSpec:
         return world
 
 
-def _parameters(found: Callable[..., Any]) -> Collection[str]:
-    """Return the names that ``environment_config`` may give."""
-    config = getattr(found, "Config", None)
-    taken = config if isinstance(config, type) and dataclasses.is_dataclass(config) else found
-    return inspect.signature(taken).parameters
-
-
-def _instance(located: Located, config: Mapping[str, Any], where: str) -> Any:
+def _instance(located: Located, config: Mapping[str, Any], where: str, seed: int | None) -> Any:
+    """Return the author's object; it gets ``seed`` if it takes one and ``config`` gives none."""
     found, label = located.value, located.label
-    if dataclasses.is_dataclass(getattr(found, "Config", None)):
+    config_class: Any = getattr(found, "Config", None)
+    has_config = dataclasses.is_dataclass(config_class)
+    signature = inspect.signature(config_class if has_config else found)
+    if seed is not None and "seed" in signature.parameters:
+        config = {"seed": seed, **config}
+    if has_config:
         return build_plugin(found, config, where=f"{where}_config")
     try:
         inspect.signature(found).bind(**config)

@@ -339,7 +339,7 @@ def _naming(stage: Stage) -> Iterator[None]:
     except MultitaskRLError:
         raise
     except Exception as error:
-        if not getattr(error, "__notes__", ()):
+        if not vars(error).get("__notes__"):
             error.add_note(f"in the stage {stage.name!r}")
         raise
 
