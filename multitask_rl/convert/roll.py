@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -265,8 +266,10 @@ def _rows(
     for row in rows:
         # `task` and `split` would choose rows here
         own = {key: value for key, value in row.items() if key not in ("task", "split")}
-        if isinstance(messages := own.get("messages"), str):
-            own["messages"] = json.loads(messages)
+        messages = c.get(f"{_DATA}.messages") or "messages"
+        if isinstance(said := own.get(messages), str):
+            with contextlib.suppress(ValueError):  # a text is a prompt of its own
+                own[messages] = json.loads(said)
         if "ground_truth" in own:
             own.setdefault("reference", own["ground_truth"])
         if runs_programs:

@@ -86,6 +86,19 @@ def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
             roll(tmp_path, **{section: {"a": 1}})
 
 
+def test_messages_are_read_in_the_column_that_roll_names(tmp_path: Path) -> None:
+    rows = tmp_path / "own.jsonl"
+    said = [{"role": "user", "content": "1+1="}]
+    texts = [json.dumps(said), "plain"]
+    rows.write_text("".join(json.dumps({"tag": "gsm", "chat": text}) + "\n" for text in texts))
+    c = roll(tmp_path, data={"file_name": [str(rows)], "messages": "chat"})
+    assert c.task["prompt"] == "{chat}"
+    assert [json.loads(line)["chat"] for line in c.files["data/math_rule.jsonl"].splitlines()] == [
+        said,
+        "plain",
+    ]
+
+
 def batch(rewards: list[float], lengths: list[int]) -> CreditBatch:
     return CreditBatch(
         rewards=torch.tensor(rewards),
