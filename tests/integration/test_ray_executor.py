@@ -461,8 +461,11 @@ def test_pools_end_when_their_close_is_interrupted(cluster: None, tmp_path: Path
             pools.close()
     finally:
         signal.signal(signal.SIGINT, before)
-    _, dead = actors.call("pool.take_counts", {0: ()})
-    assert dead == [0]
+    dead: Sequence[int] = []
+    until = time.monotonic() + 30
+    while not dead and time.monotonic() < until:  # on a busy machine an actor outlives Ray's kill by a moment
+        _, dead = actors.call("pool.take_counts", {0: ()})
+    assert list(dead) == [0]
 
 
 def test_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
