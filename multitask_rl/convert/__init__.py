@@ -1,1 +1,1 @@
-"""Configurations of TRL, verl and OpenRLHF, read and written as a tasks file and a run's configuration."""
+"""Configurations of TRL, verl, ROLL and OpenRLHF, written as a tasks file and a run's configuration."""
