@@ -42,8 +42,9 @@ class AlgorithmConfig(Settings):
     their token means) or ``constant`` (sum over tokens / (samples * token limit of a response or episode)).
     Means leave out tokens that a grammar forced, unless the task has a critic."""
     mask_truncated: bool = False
-    """Leave the tokens of responses that reached the token limit out of the loss and its token counts. Their
-    rewards still count in the advantages of others (DAPO's "overlong filtering")."""
+    """Responses cut at a limit add nothing to the loss: at that of tokens, episodes also at that of turns or
+    tool calls. ``token`` divides by the other tokens; ``sequence`` and ``constant`` still count these
+    responses. Their rewards count in the advantages of others (DAPO's "overlong filtering")."""
 
 
 @dataclass(kw_only=True, slots=True)

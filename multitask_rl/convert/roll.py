@@ -56,7 +56,6 @@ DEFAULTS: Mapping[str, Any] = {
     "train_infer_correction.is_weight.weight_type": "token",
     "train_infer_correction.is_weight.upper_bound": 1.2,
     f"{_DATA}.dataset_dir": ".",
-    f"{_DATA}.tag": "tag",
     f"{_ARGS}.learning_rate": 5e-5,
     f"{_ARGS}.lr_scheduler_type": "linear",
     f"{_ARGS}.weight_decay": 0.0,
@@ -78,9 +77,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 REASONS: Mapping[str, str] = {
     r".*\.(strategy_args|device_mapping|infer_batch_size|world_size|num_gpus_per_worker|backend_timeout|"
-    r"max_concurrency|use_dynamic_batching.*|max_tokens_per_microbatch.*|sequence_length_round.*|"
+    r"max_concurrency|use_dynamic_batching.*|max_tokens_per_microbatch.*|sequence_length.*|"
     r"use_sequence_packing|sequence_packing_args)(\..*)?|num_gpus_per_node|num_nodes|"
-    r"is_offload.*|transfer_backend.*|model_update_.*": "devices and layout: device_map, ray, batch",
+    r"is_offload.*|offload_nccl|transfer_backend.*|model_up.*": "devices and layout: device_map, ray, batch",
     r"max_running_requests|is_num_return_sequences_expand|(is_)?use_additional_prompts|generate_opt_level|"
     r"max_additional_.*|router_args.*|rpc_timeout": "the rollout keeps the engine full by itself",
     r"logging_.*|tracker_kwargs.*|profiler_.*|rollout_dump_dir|save_logging_board_dir|report_.*|"
@@ -88,8 +87,10 @@ REASONS: Mapping[str, str] = {
     r"system_envs.*|hydra.*|defaults.*|model_download_type|local_rank|base_dir": "how ROLL starts",
     r"checkpoint_config.*": "checkpoints are below output_dir (docs/checkpoints.md)",
     r"reward_clip|advantage_clip|whiten_rewards": "rewards and advantages are not clipped",
+    r"reward_(shift|scale|model|system_config).*|use_reward_.*|add_len_reward": "no counterpart for rewards",
+    r"rollout_mock.*": "testing.FakeEngine stands in for an engine",
     r"difficulty_mask|difficulty_.*_threshold": (
-        "groups of equal rewards have no gradient; curriculum: {by: pass_rate} draws prompts between often"
+        "groups of equal rewards have no gradient; see curriculum: {by: pass_rate}"
     ),
     r"error_max_len_.*|difficulty_loss_weight|length_loss_weight|balance_length|mask_type|"
     r"minibatch_data_iter_num": "no mask and no weight of single samples but mask_truncated",
@@ -119,7 +120,7 @@ from multitask_rl.scoring.shapes import with_traits
 _CHOICE = r"""
 
 @with_traits(low={low}, high=1.0)
-def {name}(response, ground_truth):
+def reward_{name}(response, ground_truth):
     # the first capital letter of the last box, else of what follows "answer is"
     boxed = re.findall(r"\\boxed\{{([^}}]+)\}}", response)
     place = response.lower().rfind("answer is")
@@ -127,13 +128,21 @@ def {name}(response, ground_truth):
     letter = next((character for character in said if character.isupper()), "")
     return {scores}[letter == ground_truth[:1], bool(boxed)]
 """
+_COUNTS = (
+    "rollout_batch_size",
+    "num_return_sequences_in_group",
+    "ppo_epochs",
+    "max_steps",
+    f"{_ARGS}.per_device_train_batch_size",
+    f"{_ARGS}.gradient_accumulation_steps",
+)
 _SCORES = {
     "loose": {(True, True): 1.0, (True, False): 1.0, (False, True): -1.0, (False, False): -1.0},
     "soft": {(True, True): 1.0, (True, False): 0.5, (False, True): -0.5, (False, False): -1.0},
     "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
 }
 _MISSING = """
-def {name}(response, row):
+def reward_{name}(response, row):
     raise NotImplementedError("write here what {worker} of ROLL does: the reward of `response` to `row`")
 """
 
@@ -143,8 +152,9 @@ def convert_roll(
 ) -> Conversion:
     """Convert the YAML file of an RLVR pipeline; the arguments are those of ``convert_trl``."""
     tree, _ = load_yaml(file)
-    given = dict(_flat(tree if isinstance(tree, Mapping) else {}))
-    given = {name: _filled(value, given) for name, value in given.items()}
+    tree = tree if isinstance(tree, Mapping) else {}
+    given = dict(_flat(_resolved(tree, tree)))
+    _check(given, str(file))
     for prefix, kind, instead in (
         (
             "train_env_manager.",
@@ -169,43 +179,89 @@ def convert_roll(
     return c
 
 
+def _resolved(value: Any, tree: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
+    """Return the value with each ``${name}`` replaced by what ``tree`` has there, if anything."""
+    if isinstance(value, Mapping):
+        return {key: _resolved(own, tree, within) for key, own in value.items()}
+    if isinstance(value, list):
+        return [_resolved(own, tree, within) for own in value]
+    if not isinstance(value, str):
+        return value
+
+    def of(name: str) -> Any:
+        if name in within:
+            raise ConfigError(f"${{{name}}} stands for itself; write the value")
+        found: Any = tree
+        for key in name.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        return f"${{{name}}}" if found is None else _resolved(found, tree, (*within, name))
+
+    whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
+    return of(whole[1]) if whole else re.sub(r"\$\{([\w.]+)\}", lambda m: str(of(m[1])), value)
+
+
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{above}{key}.")
         elif value is not None:
-            yield f"{above}{key}", value
+            yield f"{above}{key}", _plain(value)
 
 
-def _filled(value: Any, given: Mapping[str, Any]) -> Any:
-    """Return the value with ``${name}`` replaced by the option ``name``."""
-    if isinstance(value, list):
-        return [_filled(one, given) for one in value]
-    if not isinstance(value, str):
-        return value
-    whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
-    if whole:
-        return _filled(given.get(whole[1], ""), given)
-    return re.sub(r"\$\{([\w.]+)\}", lambda found: str(given.get(found[1], found[0])), value)
+def _plain(value: Any) -> Any:
+    """Return a text that is a number, true or false as such."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            return int(number) if number.is_integer() else number
+    return {"true": True, "false": False}.get(str(value).lower(), value) if isinstance(value, str) else value
+
+
+def _check(given: Mapping[str, Any], file: str) -> None:
+    """Refuse values of another kind than ROLL's default, before they are computed with."""
+    for option, value in given.items():
+        default = DEFAULTS.get(option, 0.0 if ".domain_interleave_probs." in option else None)
+        wanted: Any = None
+        if isinstance(default, bool) and option != "resume_from_checkpoint":
+            wanted, is_right = "true or false", isinstance(value, bool)
+        elif isinstance(default, int | float) and not isinstance(default, bool):
+            least = 1 if option in _COUNTS else -math.inf
+            wanted = f"a number{' of at least 1' if option in _COUNTS else ''}"
+            is_right = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+        elif isinstance(default, str):
+            wanted, is_right = "a text", isinstance(value, str)
+        elif option.endswith((".tag_included", ".file_name", ".lora_target")):
+            listed = value if isinstance(value, list) else [value]
+            wanted, is_right = "a text or a list of texts", all(isinstance(one, str) for one in listed)
+        elif option in ("response_length", "sequence_length"):
+            wanted, is_right = "a whole number", isinstance(value, int) and value > 0
+        if wanted and not is_right:
+            raise ConfigError(f"{file}: {option}: expected {wanted}, got {value!r}")
 
 
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     """Write a task for each domain, and a file with the rows that ROLL gives to it."""
     files = [dataset] if dataset else _files(c, _DATA)
     need(files, "data set", "--dataset", str(file))
-    names = {name.split(".")[1] for name in c.given if name.startswith("rewards.")}
-    shares = {
-        name.rpartition(".")[2]: float(c.get(name))
+    prefix = f"{_DATA}.domain_interleave_probs."
+    shares = {name.removeprefix(prefix): float(c.get(name)) for name in c.given if name.startswith(prefix)}
+    if shares:  # ROLL gives the last one what is left
+        last = list(shares)[-1]
+        shares[last] = max(0.0, round(1.0 - sum(shares.values()) + shares[last], 9))
+    names = {
+        re.sub(r"^rewards\.|\.(worker_cls|tag_included)$", "", name)
         for name in c.given
-        if name.startswith(f"{_DATA}.domain_interleave_probs.")
+        if re.fullmatch(r"rewards\..*\.(worker_cls|tag_included)", name)
     }
     domains = [domain for domain in shares if shares[domain] > 0] or sorted(names)
     need(domains, "domain", "rewards", str(file))
-    tags = {str(tag): name for name in names for tag in c.get(f"rewards.{name}.tag_included") or ()}
-    c.note("task.dataset", f"{_DATA}.file_name", f"{_DATA}.dataset_dir", f"{_DATA}.tag")
-    column = str(c.get(f"{_DATA}.tag"))
-    train = _by_domain(files, tags, column)
-    held_out = _by_domain(_files(c, "validation.data_args"), tags, column)
+    tags: dict[str, str] = {}
+    for name in names:
+        listed = c.get(f"rewards.{name}.tag_included") or []
+        tags |= dict.fromkeys([listed] if isinstance(listed, str) else listed, name)
+    c.note("task.dataset", f"{_DATA}.file_name", f"{_DATA}.dataset_dir")
+    train = _by_domain(c, files, tags)
+    held_out = _by_domain(c, _files(c, "validation.data_args"), tags)
     functions = ""
     for domain in domains:
         name = task_name(domain, c.tasks)
@@ -215,9 +271,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         if rows := _rows(c, domain, train.get(domain, []), entries):
             c.files[own["dataset"]] = _lines(rows)
         else:
-            missing = [one for one in files if not is_file(Path(one))]
-            told = f"; not found: {', '.join(missing)}; convert where they are" if missing else ""
-            c.left[f"rows of {domain}"] = f"no row for {own['dataset']}{told}"
+            c.left.setdefault(f"rows of {domain}", f"no row for {own['dataset']}")
         if validation := _rows(c, domain, held_out.get(domain, []), entries):
             own["eval_dataset"] = f"data/{name}.held_out.jsonl"
             c.files[own["eval_dataset"]] = _lines(validation)
@@ -225,12 +279,14 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         c.note("task.rewards, task.dataset", f"rewards.{domain}.tag_included")
     if functions:
         c.files["rewards.py"] = f"{_HEAD}{functions}".lstrip()
-    c.note("task.weight", *(f"{_DATA}.domain_interleave_probs.{domain}" for domain in domains))
+    c.note("task.weight", *(f"{prefix}{domain}" for domain in domains))
     if held_out:
         c.note("task.eval_dataset", "validation.data_args.file_name")
-    found = {key for rows in train.values() for row in rows[:1] for key in row}
-    wanted = c.get(f"{_DATA}.messages") or ("messages" if "messages" in found else c.get(f"{_DATA}.prompt"))
-    c.put("task.prompt", f"{{{wanted or 'prompt'}}}", f"{_DATA}.messages", f"{_DATA}.prompt")
+    if messages := c.get(f"{_DATA}.messages"):
+        c.put("task.prompt", f"{{{messages}}}", f"{_DATA}.messages")
+    else:
+        c.put("task.prompt", f"{{{c.get(f'{_DATA}.prompt') or 'prompt'}}}", f"{_DATA}.prompt")
+        c.put("task.chat", False)  # ROLL reads such a text without a chat template
 
 
 def _files(c: Conversion, section: str) -> list[str]:
@@ -242,18 +298,21 @@ def _files(c: Conversion, section: str) -> list[str]:
     return [one if Path(one).exists() else str(given) for one, given in zip(joined, listed, strict=True)]
 
 
-def _by_domain(files: Sequence[str], tags: Mapping[str, str], column: str) -> dict[str, list[Row]]:
-    """Return rows by domain: by their own column ``domain``, else by their tag. Unread files have none."""
+def _by_domain(c: Conversion, files: Sequence[str], tags: Mapping[str, str]) -> dict[str, list[Row]]:
+    """Return rows by their column ``domain``, else by their tag's domain; tell files that are not read."""
     found: dict[str, list[Row]] = {}
     for one in files:
-        try:
-            rows = read_file(one) if is_file(Path(one)) else ()
-            for row in rows:
-                # ROLL takes a row with a tag of no reward as mathematics
-                domain = row.get("domain") or tags.get(str(row.get(column)), "math_rule")
-                found.setdefault(str(domain), []).append(row)
-        except DataError:  # told as missing rows
+        if not is_file(Path(one)):
+            c.left[f"rows of {one}"] = "the file is not here; convert where it is"
             continue
+        try:
+            for row in read_file(one):
+                # ROLL takes a row with a tag of no reward as mathematics
+                domain = row.get("domain")
+                domain = tags.get(str(row.get("tag")), "math_rule") if domain is None else domain
+                found.setdefault(str(domain), []).append(row)
+        except DataError as error:
+            c.left[f"rows of {one}"] = str(error)
     return found
 
 
@@ -261,15 +320,17 @@ def _rows(
     c: Conversion, domain: str, rows: Sequence[Row], rewards: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the rows as our rewards and prompts read them."""
-    found = []
+    found, num_texts = [], 0
     runs_programs = any(entry["plugin"] == "code_evaluator" for entry in rewards)
+    messages = c.get(f"{_DATA}.messages")
     for row in rows:
         # `task` and `split` would choose rows here
         own = {key: value for key, value in row.items() if key not in ("task", "split")}
-        messages = c.get(f"{_DATA}.messages") or "messages"
-        if isinstance(said := own.get(messages), str):
-            with contextlib.suppress(ValueError):  # a text is a prompt of its own
-                own[messages] = json.loads(said)
+        if messages and isinstance(said := own.get(messages), str):
+            with contextlib.suppress(ValueError):
+                said = json.loads(said)
+            num_texts += not isinstance(said, list)
+            own[messages] = said if isinstance(said, list) else own[messages]
         if "ground_truth" in own:
             own.setdefault("reference", own["ground_truth"])
         if runs_programs:
@@ -277,6 +338,8 @@ def _rows(
                 continue
             own["tests"] = tests
         found.append(own)
+    if num_texts:
+        c.left[f"messages of {domain}"] = f"{num_texts} rows have a text that is no list of messages"
     if missing := len(rows) - len(found):
         told = f"{missing} of {len(rows)} rows have tests of another kind than programs run by their input"
         c.left[f"rows of {domain}"] = f"{told} or single assert statements"
@@ -319,6 +382,7 @@ def _rewards(c: Conversion, domain: str, name: str) -> tuple[str, list[dict[str,
         model = c.get(f"rewards.{domain}.judge_model_name") or c.get(
             f"rewards.{domain}.model_args.model_name_or_path"
         )
+        need(model, f"model of the judge of {domain}", "--reward", "the file")
         address = c.get(f"rewards.{domain}.judge_api_url")
         told = "a server gives 0 to 10 (vllm serve MODEL); ROLL's judge says yes or no"
         c.note(f"{name}: rm_generative", option, differs=told)
@@ -331,12 +395,14 @@ def _rewards(c: Conversion, domain: str, name: str) -> tuple[str, list[dict[str,
         if worker.startswith("MultipleChoice"):
             scores = {(right, boxed): float(right and boxed) for right, boxed in scores}
         told = "the letter alone; ROLL adds penalties for repetitions and for length"
-        c.note(f"{name}: rewards.py:{name}", option, f"rewards.{domain}.reward_type", differs=told)
+        c.note(f"{name}: rewards.py:reward_{name}", option, f"rewards.{domain}.reward_type", differs=told)
         return _CHOICE.format(name=name, scores=scores, low=min(scores.values())), [
-            {"plugin": f"rewards.py:{name}"}
+            {"plugin": f"rewards.py:reward_{name}"}
         ]
-    c.leave(option, f"{worker or 'no worker'} has no counterpart; write it as {name}() in rewards.py")
-    return _MISSING.format(name=name, worker=worker or "the worker"), [{"plugin": f"rewards.py:{name}"}]
+    c.leave(option, f"{worker or 'no worker'} has no counterpart; write it as reward_{name}() in rewards.py")
+    return _MISSING.format(name=name, worker=worker or "the worker"), [
+        {"plugin": f"rewards.py:reward_{name}"}
+    ]
 
 
 def _put_algorithm(c: Conversion) -> None:
@@ -399,11 +465,10 @@ def _put_algorithm(c: Conversion) -> None:
     mode = c.get("loss_agg_mode")
     aggregation = {"token-mean": "token", "seq-mean-token-mean": "sequence"}.get(mode, "constant")
     told = "the mean counts masked responses" if c.get("max_len_mask") and aggregation != "token" else ""
-    if aggregation == "constant":
-        told = "a mean over responses, divided by max_new_tokens"
-        if mode == "seq-mean-token-sum":
-            told = ""
-            c.put("task.loss_weight", float(_most_new_tokens(c)), "loss_agg_mode")
+    if mode == "seq-mean-token-sum":
+        c.put("task.loss_weight", float(_most_new_tokens(c)), "loss_agg_mode")
+    elif aggregation == "constant":
+        told = "ROLL sums over responses and divides by the padded length; here a mean / max_new_tokens"
     c.put("task.algorithm_config.aggregation", aggregation, "loss_agg_mode", differs=told)
     enabled, granularity, bound = (
         f"train_infer_correction.is_weight.{name}" for name in ("enabled", "weight_type", "upper_bound")
@@ -431,7 +496,9 @@ def _put_kl(c: Conversion) -> None:
         c.put("task.kl.coefficient", float(c.get("init_kl_coef")), *options, differs=told)
         c.put("task.kl.placement", "reward")
     else:
-        c.get("init_kl_coef")
+        c.get("init_kl_coef"), c.get("kl_penalty")
+    if in_reward and not in_loss and (penalty := c.get("kl_penalty")) != "kl":
+        c.leave("kl_penalty", f"{penalty!r}: the KL in the reward is k1")
 
 
 def _most_new_tokens(c: Conversion) -> int:
@@ -451,6 +518,8 @@ def _put_batch(c: Conversion) -> None:
     parts = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         parts *= int(c.get(f"actor_train.strategy_args.strategy_config.{name}") or 1)
+    if str(c.get("actor_train.strategy_args.strategy_name")).startswith("fsdp2"):
+        parts *= int(c.get(f"{_MODEL}.ulysses_size") or 1)
     devices = max(1, _num_devices(c.get("actor_train.device_mapping")) // parts)
     told = "" if "actor_train.device_mapping" in c.given else "for one device; ROLL's number depends on them"
     updates = max(1, math.ceil(prompts * group / (int(c.get(each)) * int(c.get(times)) * devices)))
@@ -467,17 +536,22 @@ def _put_batch(c: Conversion) -> None:
 
 
 def _num_devices(mapping: Any) -> int:
-    """Count the devices of ``list(range(0, 8))`` or of a list."""
-    if found := re.fullmatch(r"\s*list\(range\(\s*(?:(\d+)\s*,)?\s*(\d+)\s*\)\)\s*", str(mapping)):
-        return int(found[2]) - int(found[1] or 0)
-    return len(re.findall(r"\d+", str(mapping))) if mapping else 1
+    """Count the devices of a list, or of a sum of ``list(range(0, 8))`` and ``[8, 9]`` as a text."""
+    if isinstance(mapping, list):
+        return len(mapping)
+    ranges = re.findall(r"range\(([\d\s,]+)\)", str(mapping))
+    listed = re.findall(r"\[([\d\s,]+)\]", str(mapping))
+    return sum(len(range(*map(int, one.split(",")))) for one in ranges) + sum(
+        len(one.split(",")) for one in listed
+    )
 
 
 def _put_run(c: Conversion) -> None:
     if path := c.get("pretrain") or c.get(f"{_MODEL}.model_name_or_path"):
         c.put("model.name_or_path", path, "pretrain", f"{_MODEL}.model_name_or_path")
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[str(c.get(f"{_MODEL}.dtype"))]
-    c.put("model.dtype", dtype, f"{_MODEL}.dtype")
+    dtype = str(c.get(f"{_MODEL}.dtype"))
+    known = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    c.put("model.dtype", known.get(dtype, dtype if dtype in known.values() else "auto"), f"{_MODEL}.dtype")
     name = f"{_MODEL}.disable_gradient_checkpointing"
     c.put("model.gradient_checkpointing", not c.get(name), name)
     if targets := c.get(f"{_MODEL}.lora_target"):

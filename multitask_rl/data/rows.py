@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
 
 from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
 from multitask_rl.config.task import TaskSpec
@@ -150,10 +152,10 @@ def row_id(row: Row) -> str:
 
 
 def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
-    """Return the task's rows by split: of those that ``select`` names, the rows tagged with the task.
+    """Return the task's rows by split: those tagged with it, or all if they carry one tag only.
 
-    Rows that all carry one tag, or none, are all the task's. A renamed task has the rows of its former name
-    if none have its present one.
+    Of these, ``select`` keeps some; where it names the column ``task``, it decides instead of the tags. A
+    renamed task has the rows of its former name if none have its present one.
     """
     if dataset.startswith("plugin:"):
         return _select(spec, _read_plugin(spec, dataset.removeprefix("plugin:")), dataset)
@@ -161,13 +163,13 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
         return _select(spec, generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX)), dataset)
     is_path = is_data_path(dataset)
     whole = {"": read_file(dataset)} if is_path else read_dataset_dict(dataset, spec.dataset_config)
-    grouped = group_rows(_select(spec, whole, dataset))
+    grouped = group_rows(whole, by="" if "task" in spec.select else "task")
     name = spec.name
     if name not in grouped and spec.renamed_from and spec.renamed_from in grouped:
         name = spec.renamed_from
     if name not in grouped:
         if len(grouped) == 1:
-            return next(iter(grouped.values()))
+            return _select(spec, next(iter(grouped.values())), dataset)
         raise DataError(
             f"data set {dataset!r} has no row of task {spec.name!r}; its rows carry task: "
             f"{', '.join(tag or '(none)' for tag in sorted(grouped))}. Rename the task or give it other data"
@@ -178,7 +180,7 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
             "task %s: of %s only the rows are taken whose column `task` says %r; left out: %s",
             *(spec.name, dataset, name, others),
         )
-    return grouped[name]
+    return _select(spec, grouped[name], dataset)
 
 
 def _select(spec: TaskSpec, splits: Mapping[str, Rows], source: str) -> dict[str, Rows]:
@@ -187,8 +189,13 @@ def _select(spec: TaskSpec, splits: Mapping[str, Rows], source: str) -> dict[str
         return dict(splits)
     wanted = {column: v if isinstance(v, (list, tuple)) else [v] for column, v in spec.select.items()}
 
+    def is_one_of(value: Any, values: Sequence[Any]) -> bool:
+        # True equals 1, and an array has no truth
+        is_plain = isinstance(value, (str, Real))
+        return is_plain and any(isinstance(v, bool) == isinstance(value, bool) and v == value for v in values)
+
     def is_chosen(row: Row) -> bool:
-        return all(row.get(column) in values for column, values in wanted.items())
+        return all(is_one_of(row.get(column), values) for column, values in wanted.items())
 
     chosen: dict[str, Rows] = {}
     for name, rows in splits.items():
@@ -197,33 +204,42 @@ def _select(spec: TaskSpec, splits: Mapping[str, Rows], source: str) -> dict[str
         else:
             chosen[name] = RowView(rows, [i for i, row in enumerate(rows) if is_chosen(row)])
     if not any(map(len, chosen.values())):
-        found = {
-            column: sorted({repr(row.get(column)) for rows in splits.values() for row in rows})
-            for column in wanted
-        }
-        have = "; ".join(
-            f"{column} has {', '.join(values[:8])}{', ...' if len(values) > 8 else ''}"
-            for column, values in found.items()
+        known = [row for rows in splits.values() for row in rows]
+        have = []
+        for column in wanted:
+            values = sorted({repr(row[column]) for row in known if column in row})
+            more = ", ..." if len(values) > 8 else ""
+            have.append(f"{column} has {', '.join(values[:8])}{more}" if values else f"no row has {column}")
+        is_streamed = any(isinstance(rows, StreamedRows) for rows in splits.values())
+        of = (
+            f"none of the first {len(known)} rows of {source} has"
+            if is_streamed
+            else f"no row of {source} has"
         )
-        raise DataError(f"{spec.where}.select: {source} has no row with {dict(spec.select)} ({have})")
+        raise DataError(f"{spec.where}.select: {of} {dict(spec.select)} ({'; '.join(have)})")
     return chosen
 
 
-def group_rows(whole: Mapping[str, Rows]) -> dict[str, dict[str, Rows]]:
+def group_rows(whole: Mapping[str, Rows], by: str = "task") -> dict[str, dict[str, Rows]]:
     """Return the rows by task tag ("" = none) and split, from rows by split ("" = look at their column).
 
-    Tags of streamed rows are those of the first rows; their split "" is ``train``.
+    ``by``: the column of tags; "" = no row has one. Tags of streamed rows are those of the first rows; their
+    split "" is ``train``.
     """
     grouped: dict[str, dict[str, Rows]] = {}
+
+    def tag_of(row: Row) -> str:
+        return str(row.get(by) or "") if by else ""
+
     for name, rows in whole.items():
         if isinstance(rows, StreamedRows):
-            for tag in sorted({str(row.get("task") or "") for row in rows}):
-                own = rows.only(lambda row, tag=tag: str(row.get("task") or "") == tag)  # type: ignore[misc]
+            for tag in sorted({tag_of(row) for row in rows}):
+                own = rows.only(lambda row, tag=tag: tag_of(row) == tag)  # type: ignore[misc]
                 grouped.setdefault(tag, {})[name or "train"] = own
             continue
         indices: dict[tuple[str, str], list[int]] = {}
         for index, row in enumerate(rows):
-            key = (str(row.get("task") or ""), name or str(row.get("split") or ""))
+            key = (tag_of(row), name or str(row.get("split") or ""))
             indices.setdefault(key, []).append(index)
         for (tag, split), chosen in indices.items():
             grouped.setdefault(tag, {})[split] = RowView(rows, chosen)

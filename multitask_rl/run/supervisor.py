@@ -105,9 +105,9 @@ class Supervisor:
     def _tell_edited_plugins(self) -> None:
         if edited := self.store.code.edited():
             reason = (
-                f"edited while the run goes on: {', '.join(edited)}. Environments use the new text from "
-                "their next episode on, a reward or constraint in each worker that is started again; stop "
-                "the run and let it resume, so that all use it"
+                f"edited while the run goes on: {', '.join(edited)}. New episodes run the new file. A "
+                "reward or constraint runs the old one until its worker is started again. Stop the run and "
+                "resume it, so that all run the new file"
             )
             self.note([Event(step=self.progress.step, source="run", kind="changed", reason=reason)])
 

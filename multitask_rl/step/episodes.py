@@ -44,7 +44,7 @@ class Episode:
     ticket: int = 0
     """Number of its world in the pool."""
     seed: int = 0
-    """Of its world; each try that failed by itself gives another one."""
+    """Seed of its world. A retry after a failure of its own gets another one."""
     failures: dict[str, int] = field(default_factory=dict)
     """Kind of failure -> number of failed tries, this one included."""
     num_lost: int = 0

@@ -117,8 +117,8 @@ class CreditAssigner:
             if not ended.any() and task.spec.name not in self._told:
                 self._told.add(task.spec.name)
                 logger.warning(
-                    "task %s: all %d responses of a step reached the token limit, and mask_truncated leaves "
-                    "them out of the loss: nothing was learnt from them; raise max_new_tokens",
+                    "task %s: all %d responses of a step were cut at a limit, and mask_truncated leaves them "
+                    "out of the loss: nothing was learnt; raise max_new_tokens, or an episode's limits",
                     *(task.spec.name, len(samples)),
                 )
         choices = None if in_loss is None else by_part(in_loss)

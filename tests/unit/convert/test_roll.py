@@ -52,7 +52,7 @@ def roll(folder: Path, *, data: dict[str, Any] | None = None, **options: Any) ->
     }
     train = {"data_args": own, **options.pop("actor_train", {})}
     base = {"response_length": 100, "rewards": REWARDS, "actor_train": train}
-    (folder / "rlvr.yaml").write_text(yaml.safe_dump({**base, **options}))
+    (folder / "rlvr.yaml").write_text(yaml.safe_dump({**base, **options}, sort_keys=False))
     return convert_roll(folder / "rlvr.yaml")
 
 
@@ -77,7 +77,14 @@ def test_each_domain_becomes_a_task_with_the_rows_that_roll_gives_it(tmp_path: P
 
 def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
     c = roll(tmp_path, data={"file_name": ["away/rows.jsonl"]})
-    assert "not found: away/rows.jsonl" in c.left["rows of choice"]
+    assert "not here" in c.left["rows of away/rows.jsonl"]
+    (tmp_path / "bad.jsonl").write_text("{")
+    held_out = {"data_args": {"file_name": "gone.jsonl"}}
+    files = [str(tmp_path / name) for name in ("rows.jsonl", "bad.jsonl")]
+    c = roll(tmp_path, data={"file_name": files}, validation=held_out)
+    assert c.files["data/choice.jsonl"], "other files are read"
+    assert "bad.jsonl" in c.left[f"rows of {files[1]}"]
+    assert "not here" in c.left["rows of gone.jsonl"]
     (tmp_path / "other.yaml").write_text("a: 1")
     with pytest.raises(ConfigError, match="no section actor_train or rewards"):
         convert_roll(tmp_path / "other.yaml")
@@ -89,14 +96,15 @@ def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
 def test_messages_are_read_in_the_column_that_roll_names(tmp_path: Path) -> None:
     rows = tmp_path / "own.jsonl"
     said = [{"role": "user", "content": "1+1="}]
-    texts = [json.dumps(said), "plain"]
+    texts = [json.dumps(said), "12"]
     rows.write_text("".join(json.dumps({"tag": "gsm", "chat": text}) + "\n" for text in texts))
     c = roll(tmp_path, data={"file_name": [str(rows)], "messages": "chat"})
     assert c.task["prompt"] == "{chat}"
-    assert [json.loads(line)["chat"] for line in c.files["data/math_rule.jsonl"].splitlines()] == [
-        said,
-        "plain",
-    ]
+    written = [json.loads(line) for line in c.files["data/math_rule.jsonl"].splitlines()]
+    assert [row["chat"] for row in written] == [said, "12"]
+    assert "1 rows have a text" in c.left["messages of math_rule"]
+    c = roll(tmp_path, data={"messages": None, "prompt": "question"})
+    assert (c.task["prompt"], c.task["chat"]) == ("{question}", False), "ROLL applies no chat template"
 
 
 def batch(rewards: list[float], lengths: list[int]) -> CreditBatch:
@@ -160,6 +168,62 @@ def test_updates_of_a_step_are_counted_over_devices(tmp_path: Path) -> None:
     assert "counts updates" in differs(c, "actor_train.training_args.warmup_steps")
 
 
+@pytest.mark.parametrize(
+    ("mapping", "number"),
+    [("list(range(0,4)) + list(range(8,12))", 8), ("list(range(0, 8, 2))", 4), ("[0, 1, 2]", 3), ([5, 6], 2)],
+)
+def test_devices_are_counted(mapping: Any, number: int, tmp_path: Path) -> None:
+    args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
+    train = {"training_args": args, "device_mapping": mapping}
+    c = roll(tmp_path, actor_train=train, rollout_batch_size=48, num_return_sequences_in_group=1)
+    assert c.run["batch.num_minibatches"] == 48 / number
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"rollout_batch_size": "lots"}, "rollout_batch_size: expected a number of at least 1, got 'lots'"),
+        ({"ppo_epochs": 0}, "ppo_epochs: expected a number of at least 1"),
+        ({"use_kl_loss": "maybe"}, "use_kl_loss: expected true or false"),
+        ({"loss_agg_mode": ["a"]}, "loss_agg_mode: expected a text"),
+        ({"data": {"file_name": 3}}, "file_name: expected a text or a list of texts"),
+        (
+            {"data": {"domain_interleave_probs": {"x": "0.7x"}}},
+            r"domain_interleave_probs.x: expected a number",
+        ),
+        ({"exp_name": "${a}", "a": "${exp_name}"}, "stands for itself"),
+        ({"rewards": {"j": {"worker_cls": "LLMJudgeRewardWorker"}}}, "model of the judge"),
+    ],
+)
+def test_values_of_another_kind_are_refused_by_name(
+    options: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    if "rewards" in options:
+        options = {**options, "data": {"domain_interleave_probs": {"j": 1.0}}}
+    with pytest.raises(ConfigError, match=told):
+        roll(tmp_path, **options)
+
+
+def test_texts_are_read_as_what_they_say_and_the_last_domain_has_the_rest(tmp_path: Path) -> None:
+    shares = {"math_rule": "0.5", "choice": 0.2}
+    generating = {"temperature": 0.5, "top_k": "100.0"}
+    c = roll(
+        tmp_path,
+        data={"domain_interleave_probs": shares},
+        num_return_sequences_in_group="8",
+        use_kl_loss="false",
+        shared=generating,
+        actor_infer={"generating_args": "${shared}"},
+        exp_name="${first}/x",
+        first="${second}",
+        second="s",
+    )
+    assert {name: task["weight"] for name, task in c.tasks.items()} == {"math_rule": 0.5, "choice": 0.5}
+    assert (c.run["batch.group_size"], c.run["rollout.temperature"], c.run["rollout.top_k"]) == (8, 0.5, 100)
+    assert "kl.coefficient" not in c.task
+    assert c.run["tracking.run_name"] == "s/x"
+
+
 def test_interpolations_masks_lengths_and_kl_are_taken_over(tmp_path: Path) -> None:
     c = roll(
         tmp_path,
@@ -203,7 +267,7 @@ def test_the_function_for_choices_gives_the_soft_rewards_of_roll(
     assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    assert module.choice(said, "B") == value
+    assert module.reward_choice(said, "B") == value
 
 
 def test_programs_have_tests_that_the_sandbox_runs_and_others_are_told(tmp_path: Path) -> None:
@@ -221,7 +285,7 @@ def test_programs_have_tests_that_the_sandbox_runs_and_others_are_told(tmp_path:
         "code": {"worker_cls": f"{WORKERS}.code.CodeSandboxRewardWorker", "tag_included": ["code"]},
         "own": {"worker_cls": "mine.Own", "tag_included": ["own"]},
     }
-    shares = {"code": 1.0, "own": 0.5}
+    shares = {"code": 0.5, "own": 0.5}
     c = roll(
         tmp_path,
         data={"file_name": str(rows), "messages": None, "domain_interleave_probs": shares},
@@ -233,4 +297,4 @@ def test_programs_have_tests_that_the_sandbox_runs_and_others_are_told(tmp_path:
     (entry,) = c.tasks["code"]["rewards"]
     assert CodeEvaluator.Config(**entry["config"]).all_or_nothing
     assert "Own has no counterpart" in c.left["rewards.own.worker_cls"]
-    assert "def own(response, row)" in c.files["rewards.py"]
+    assert "def reward_own(response, row)" in c.files["rewards.py"]

@@ -596,8 +596,7 @@ def test_a_text_that_nested_columns_repeat_is_held_once(tmp_path: Path, kind: st
 
 
 def test_a_task_has_the_rows_that_it_selects(tmp_path: Path) -> None:
-    tags = ("sort", "kind")
-    train = [{"id": i, "prompt": "p", "level": i % 4, "task": tags[i % 2]} for i in range(80)]
+    train = [{"id": i, "prompt": "p", "level": i % 4} for i in range(80)]
     held_out = [{**row, "id": row["id"] + 100} for row in train]
     files = [write_jsonl(tmp_path / name, rows) for name, rows in (("a.jsonl", train), ("b.jsonl", held_out))]
 
@@ -614,7 +613,24 @@ def test_a_task_has_the_rows_that_it_selects(tmp_path: Path) -> None:
     assert ids("train", train, select=odd) == both[0]
     streamed = rows_of_table(datasets.Dataset.from_list(train).to_iterable_dataset(), "t")
     assert ids("train", streamed, select=odd) == both[0]
-    with pytest.raises(DataError, match=r"select: .*a\.jsonl has no row with .* \(level has 0, 1, 2, 3\)"):
+    kinds = [{"level": 1, "task": "math"}, {"level": 2, "task": "math"}, {"level": 1, "task": "code"}]
+    tagged = write_jsonl(
+        tmp_path / "c.jsonl", [{"id": i, "prompt": "p", **row} for i, row in enumerate(kinds)]
+    )
+    for chosen, found in (
+        ({"level": 1}, {0}),
+        ({"task": "code"}, {2}),
+        ({"task": ["code", "math"]}, {0, 1, 2}),
+    ):
+        rows = load_rows(spec(tagged, select=chosen, eval_dataset=files[1]), "train")
+        assert {row["id"] for row in rows} == found, "the task's tag holds unless select names the column"
+    flags = [{"id": 0, "ok": 1}, {"id": 1, "ok": True}, {"id": 2, "ok": [True]}]
+    assert ids("train", flags, select={"ok": True}, eval_dataset=files[1]) == {1}
+    with pytest.raises(DataError, match=r"no row has lvl"):
+        ids("train", select={"lvl": 1})
+    with pytest.raises(DataError, match=r"none of the first 80 rows of the rows given has"):
+        ids("train", streamed, select={"level": 9})
+    with pytest.raises(DataError, match=r"select: no row of .*a\.jsonl has .* \(level has 0, 1, 2, 3\)"):
         ids("train", select={"level": "5"})
     with pytest.raises(ConfigError, match=r"select\.level: got \[\]; expected"):
         parse_tasks(

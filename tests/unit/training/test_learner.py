@@ -115,7 +115,7 @@ def test_masked_responses_give_their_group_a_baseline_and_are_not_trained_on(cap
         s.rollout.finish_reason = "length"
     for _ in range(2):
         assert masked.update(scored, {"b": 1.0}).metrics["updates"] == 0.0
-    assert caplog.text.count("mask_truncated leaves them out") == 1, "once"
+    assert caplog.text.count("mask_truncated leaves them") == 1, "once"
 
 
 def test_a_minibatch_without_a_gradient_is_no_update():
