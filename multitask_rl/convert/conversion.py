@@ -7,6 +7,7 @@ defaults, since those are not ours.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,10 +67,23 @@ class Conversion:
         self._read: set[str] = set()
 
     def get(self, option: str) -> Any:
-        """Return the option's value: as given, else the source's default. The option counts as read."""
+        """Return the option's value: as given, else the source's default. The option counts as read.
+
+        Raises:
+            ConfigError: the default is a number, true or false, and the value is none, not even as a text.
+        """
         self._read.add(option)
-        value = self.given.get(option)
-        return self._defaults.get(option) if value is None else value
+        value, default = self.given.get(option), self._defaults.get(option)
+        if value is None or not isinstance(default, (bool, int, float)):
+            return default if value is None else value
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if isinstance(default, bool):
+                return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
+            if not isinstance(value, bool):
+                number = float(value)
+                return int(number) if not isinstance(value, float) and number.is_integer() else number
+        wanted = "true or false" if isinstance(default, bool) else "a number"
+        raise ConfigError(f"{option}: expected {wanted}, got {value!r}")
 
     def put(self, key: str, value: Any, *options: str, differs: str = "") -> None:
         """Write ``key`` of the run, or of every task if it begins with ``task.``.

@@ -20,17 +20,19 @@ SOURCE = "ROLL, August 2026 (RLVR pipeline)"
 _DATA, _ARGS = "actor_train.data_args", "actor_train.training_args"
 _MODEL, _SAMPLING = "actor_train.model_args", "actor_infer.generating_args"
 _VALIDATION = "validation.generating_args"
+_SHARES = f"{_DATA}.domain_interleave_probs."
 DEFAULTS: Mapping[str, Any] = {
     "seed": 42,
     "max_steps": 500,
     "save_steps": 50,
     "eval_steps": 10,
     "max_ckpt_to_keep": 0,
-    "resume_from_checkpoint": False,
     "track_with": "tensorboard",
     "rollout_batch_size": 128,
     "num_return_sequences_in_group": 1,
     "prompt_length": 1024,
+    "response_length": 0,
+    "sequence_length": 0,
     "async_generation_ratio": 0,
     "adv_estimator": "gae",
     "importance_sampling": "token",
@@ -154,13 +156,8 @@ def convert_roll(
     tree, _ = load_yaml(file)
     tree = tree if isinstance(tree, Mapping) else {}
     given = dict(_flat(_resolved(tree, tree)))
-    _check(given, str(file))
     for prefix, kind, instead in (
-        (
-            "train_env_manager.",
-            "an agentic pipeline",
-            "an environment a task: bring-your-environment.md",
-        ),
+        ("train_env_manager.", "an agentic pipeline", "an environment a task: bring-your-environment.md"),
         ("student_train.", "a pipeline of distillation", "tasks of type distill: task-types.md"),
     ):
         if any(name.startswith(prefix) for name in given):
@@ -169,7 +166,11 @@ def convert_roll(
         raise ConfigError(
             f"{file}: it has no section actor_train or rewards, as an RLVR pipeline of ROLL has"
         )
-    c = Conversion(SOURCE, given, DEFAULTS, REASONS, num_rows=num_rows)
+    shares = {name: 0.0 for name in given if name.startswith(_SHARES)}
+    c = Conversion(SOURCE, given, {**DEFAULTS, **shares}, REASONS, num_rows=num_rows)
+    for option in _COUNTS:
+        if c.get(option) < 1:
+            raise ConfigError(f"{option}: expected at least 1, got {c.get(option)}")
     _put_tasks(c, file, dataset, reward)
     _put_algorithm(c)
     _put_kl(c)
@@ -205,46 +206,23 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{above}{key}.")
         elif value is not None:
-            yield f"{above}{key}", _plain(value)
+            yield f"{above}{key}", value
 
 
-def _plain(value: Any) -> Any:
-    """Return a text that is a number, true or false as such."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            number = float(value)
-            return int(number) if number.is_integer() else number
-    return {"true": True, "false": False}.get(str(value).lower(), value) if isinstance(value, str) else value
-
-
-def _check(given: Mapping[str, Any], file: str) -> None:
-    """Refuse values of another kind than ROLL's default, before they are computed with."""
-    for option, value in given.items():
-        default = DEFAULTS.get(option, 0.0 if ".domain_interleave_probs." in option else None)
-        wanted: Any = None
-        if isinstance(default, bool) and option != "resume_from_checkpoint":
-            wanted, is_right = "true or false", isinstance(value, bool)
-        elif isinstance(default, int | float) and not isinstance(default, bool):
-            least = 1 if option in _COUNTS else -math.inf
-            wanted = f"a number{' of at least 1' if option in _COUNTS else ''}"
-            is_right = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-        elif isinstance(default, str):
-            wanted, is_right = "a text", isinstance(value, str)
-        elif option.endswith((".tag_included", ".file_name", ".lora_target")):
-            listed = value if isinstance(value, list) else [value]
-            wanted, is_right = "a text or a list of texts", all(isinstance(one, str) for one in listed)
-        elif option in ("response_length", "sequence_length"):
-            wanted, is_right = "a whole number", isinstance(value, int) and value > 0
-        if wanted and not is_right:
-            raise ConfigError(f"{file}: {option}: expected {wanted}, got {value!r}")
+def _texts(c: Conversion, option: str) -> list[str]:
+    """Return a text or a list of texts as a list."""
+    value = c.get(option)
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(one, str) for one in listed):
+        raise ConfigError(f"{option}: expected a text or a list of texts, got {value!r}")
+    return listed
 
 
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     """Write a task for each domain, and a file with the rows that ROLL gives to it."""
     files = [dataset] if dataset else _files(c, _DATA)
     need(files, "data set", "--dataset", str(file))
-    prefix = f"{_DATA}.domain_interleave_probs."
-    shares = {name.removeprefix(prefix): float(c.get(name)) for name in c.given if name.startswith(prefix)}
+    shares = {name.removeprefix(_SHARES): c.get(name) for name in c.given if name.startswith(_SHARES)}
     if shares:  # ROLL gives the last one what is left
         last = list(shares)[-1]
         shares[last] = max(0.0, round(1.0 - sum(shares.values()) + shares[last], 9))
@@ -257,8 +235,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     need(domains, "domain", "rewards", str(file))
     tags: dict[str, str] = {}
     for name in names:
-        listed = c.get(f"rewards.{name}.tag_included") or []
-        tags |= dict.fromkeys([listed] if isinstance(listed, str) else listed, name)
+        tags |= dict.fromkeys(_texts(c, f"rewards.{name}.tag_included"), name)
     c.note("task.dataset", f"{_DATA}.file_name", f"{_DATA}.dataset_dir")
     train = _by_domain(c, files, tags)
     held_out = _by_domain(c, _files(c, "validation.data_args"), tags)
@@ -279,7 +256,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         c.note("task.rewards, task.dataset", f"rewards.{domain}.tag_included")
     if functions:
         c.files["rewards.py"] = f"{_HEAD}{functions}".lstrip()
-    c.note("task.weight", *(f"{prefix}{domain}" for domain in domains))
+    c.note("task.weight", *(f"{_SHARES}{domain}" for domain in domains))
     if held_out:
         c.note("task.eval_dataset", "validation.data_args.file_name")
     if messages := c.get(f"{_DATA}.messages"):
@@ -290,12 +267,10 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
 
 
 def _files(c: Conversion, section: str) -> list[str]:
-    named = c.get(f"{section}.file_name")
-    folder = c.get(f"{section}.dataset_dir") or "."
-    listed = [named] if isinstance(named, str) else list(named or [])
+    folder, listed = c.get(f"{section}.dataset_dir") or ".", _texts(c, f"{section}.file_name")
     # examples of ROLL write the folder in both options
-    joined = [one if Path(one).exists() else str(Path(str(folder)) / one) for one in map(str, listed)]
-    return [one if Path(one).exists() else str(given) for one, given in zip(joined, listed, strict=True)]
+    joined = [one if Path(one).exists() else str(Path(str(folder)) / one) for one in listed]
+    return [one if Path(one).exists() else given for one, given in zip(joined, listed, strict=True)]
 
 
 def _by_domain(c: Conversion, files: Sequence[str], tags: Mapping[str, str]) -> dict[str, list[Row]]:
@@ -329,8 +304,10 @@ def _rows(
         if messages and isinstance(said := own.get(messages), str):
             with contextlib.suppress(ValueError):
                 said = json.loads(said)
-            num_texts += not isinstance(said, list)
-            own[messages] = said if isinstance(said, list) else own[messages]
+            if isinstance(said, list):
+                own[messages] = said
+            else:
+                num_texts += 1
         if "ground_truth" in own:
             own.setdefault("reference", own["ground_truth"])
         if runs_programs:
@@ -462,7 +439,7 @@ def _put_algorithm(c: Conversion) -> None:
     c.put("task.algorithm_config.dual_clip", dual, "dual_clip_loss")
     c.carry("task.algorithm_config.mask_truncated", "max_len_mask")
     c.carry("task.algorithm_config.entropy_coefficient", "entropy_loss_coef", float)
-    mode = c.get("loss_agg_mode")
+    mode = str(c.get("loss_agg_mode"))
     aggregation = {"token-mean": "token", "seq-mean-token-mean": "sequence"}.get(mode, "constant")
     told = "the mean counts masked responses" if c.get("max_len_mask") and aggregation != "token" else ""
     if mode == "seq-mean-token-sum":
@@ -510,7 +487,7 @@ def _most_new_tokens(c: Conversion) -> int:
 
 
 def _put_batch(c: Conversion) -> None:
-    prompts, group = int(c.get("rollout_batch_size")), int(c.get("num_return_sequences_in_group"))
+    prompts, group = c.get("rollout_batch_size"), c.get("num_return_sequences_in_group")
     c.put("batch.prompts_per_step", prompts, "rollout_batch_size")
     c.put("batch.group_size", group, "num_return_sequences_in_group")
     c.carry("batch.num_epochs", "ppo_epochs")
@@ -522,7 +499,7 @@ def _put_batch(c: Conversion) -> None:
         parts *= int(c.get(f"{_MODEL}.ulysses_size") or 1)
     devices = max(1, _num_devices(c.get("actor_train.device_mapping")) // parts)
     told = "" if "actor_train.device_mapping" in c.given else "for one device; ROLL's number depends on them"
-    updates = max(1, math.ceil(prompts * group / (int(c.get(each)) * int(c.get(times)) * devices)))
+    updates = max(1, math.ceil(prompts * group / (c.get(each) * c.get(times) * devices)))
     c.put("batch.num_minibatches", updates, each, times, "actor_train.device_mapping", differs=told)
     filters = [
         name for name in c.given if name.endswith("query_filter_config.type") and c.get(name) != "no_filter"
@@ -554,12 +531,11 @@ def _put_run(c: Conversion) -> None:
     c.put("model.dtype", known.get(dtype, dtype if dtype in known.values() else "auto"), f"{_MODEL}.dtype")
     name = f"{_MODEL}.disable_gradient_checkpointing"
     c.put("model.gradient_checkpointing", not c.get(name), name)
-    if targets := c.get(f"{_MODEL}.lora_target"):
+    if targets := _texts(c, f"{_MODEL}.lora_target"):
         rank = int(c.get(f"{_MODEL}.lora_rank") or 8)
         c.put("model.lora.rank", rank, f"{_MODEL}.lora_rank", f"{_MODEL}.lora_target")
         c.put("model.lora.alpha", float(c.get(f"{_MODEL}.lora_alpha") or 2 * rank), f"{_MODEL}.lora_alpha")
-        names = targets if isinstance(targets, str) else ",".join(targets)
-        c.put("model.lora.target_modules", names.replace(" ", ""), f"{_MODEL}.lora_target")
+        c.put("model.lora.target_modules", ",".join(targets).replace(" ", ""), f"{_MODEL}.lora_target")
     c.put("rollout.max_new_tokens", _most_new_tokens(c), "response_length", "sequence_length")
     c.carry("rollout.max_prompt_tokens", "prompt_length")
     c.carry("rollout.temperature", f"{_SAMPLING}.temperature", float)

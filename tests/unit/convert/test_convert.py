@@ -489,6 +489,14 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
     assert "40 sources" in many.left["column data_source"]
 
 
+def test_a_value_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size: expected a number, got 'lots'"):
+        verl(tmp_path, "data.train_batch_size=lots")
+    with pytest.raises(ConfigError, match=r"use_vllm: expected true or false, got 'maybe'"):
+        trl(tmp_path, use_vllm="maybe")
+    assert trl(tmp_path, num_generations="4").run["batch.group_size"] == 4
+
+
 def test_names_of_runs_are_taken_over(tmp_path: Path) -> None:
     assert trl(tmp_path, run_name="first").run["tracking.run_name"] == "first"
     c = verl(tmp_path, "trainer.project_name=grpo", "trainer.experiment_name=first")
