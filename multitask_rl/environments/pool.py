@@ -347,12 +347,11 @@ class WorldPool:
         elif isinstance(answer, MultitaskRLError):
             episode.error = answer
         else:
-            is_last = isinstance(answer, Ended | Failure)
-            # the world is closed now, which has a time limit as well
-            episode.deadline = time.monotonic() + self._time_limit(episode) if is_last else None
             if episode.is_open:
                 self._answer(ticket, answer, at)
-                episode.is_open = not is_last
+                episode.is_open = not isinstance(answer, Ended | Failure)
+            # a world that is closed now, because of this answer or of ``cancel``, has a time limit as well
+            episode.deadline = None if episode.is_open else time.monotonic() + self._time_limit(episode)
 
     def _lose(self, worker: _Worker, reason: str) -> None:
         """Fail the episodes of a worker that has ended."""
