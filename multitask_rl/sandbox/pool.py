@@ -107,8 +107,8 @@ class NamespaceSandbox(Sandbox):
 
     @property
     def keeper_pids(self) -> list[int]:
-        """Process ids of the keepers."""
-        return [worker.pid for worker in self._workers]
+        """Process ids of the keepers; without one that is being replaced."""
+        return [pid for worker in self._workers if (pid := worker.pid)]
 
     @property
     def restarts(self) -> int:

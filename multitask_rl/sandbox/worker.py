@@ -97,8 +97,9 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Process id of the keeper; 0 before the start."""
-        return self._process.pid if self._process else 0
+        """Process id of the keeper; 0 before the start and while another takes its place."""
+        process = self._process  # another thread may replace it
+        return process.pid if process else 0
 
     def start(self) -> None:
         """Start the keeper, wait for its cell and run a program of our own there; else ``SandboxError``."""

@@ -20,6 +20,8 @@ from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.sandbox.pool import NamespaceSandbox
 
 NAP = Program(source="import time\ntime.sleep(0.5)\nprint('done')", limits=Limits(wall_s=5))
+SLEEPS = Program(source="import time\ntime.sleep(50)", limits=Limits(wall_s=60))
+"""It ends when it is cancelled or killed, however long a busy machine takes for that."""
 
 
 def wait_until(is_true, seconds=10.0):
@@ -36,41 +38,44 @@ def is_alive(pid):
         return False
 
 
-def test_a_killed_keeper_is_replaced_and_its_program_run_again():
-    with NamespaceSandbox(workers=1) as sandbox:
-        future = sandbox.submit(NAP)
-        wait_until(future.running)
-        time.sleep(0.1)
-        os.kill(sandbox.keeper_pids[0], signal.SIGKILL)
-        outcome = future.result(timeout=20)
-        assert (outcome.ending, outcome.stdout, outcome.retries) == (Ending.completed, b"done\n", 1)
-        assert sandbox.restarts == 1
+def is_asleep(pid):
+    """Whether the process sleeps: a program of these tests that naps, and no part of the sandbox."""
+    with contextlib.suppress(OSError):
+        return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
+    return False
 
 
-def test_a_killed_zygote_is_replaced_and_its_program_run_again():
+@pytest.mark.parametrize("victim", ["keeper", "zygote"])
+def test_a_killed_process_of_the_sandbox_is_replaced_and_its_program_run_again(victim):
     with NamespaceSandbox(workers=1) as sandbox:
-        future = sandbox.submit(NAP)
-        wait_until(future.running)
-        time.sleep(0.1)
-        (keeper,) = sandbox.keeper_pids
-        zygote = min(descendants(keeper))
-        os.kill(zygote, signal.SIGKILL)
-        assert future.result(timeout=20).stdout == b"done\n"
-        assert sandbox.run(Program(source="print(1)")).stdout == b"1\n"
+
+        def retries():
+            future = sandbox.submit(NAP)
+            (keeper,) = sandbox.keeper_pids
+            wait_until(lambda: future.done() or any(map(is_asleep, descendants(keeper))))
+            os.kill(keeper if victim == "keeper" else min(descendants(keeper)), signal.SIGKILL)
+            outcome = future.result(timeout=20)
+            assert (outcome.ending, outcome.stdout) == (Ending.completed, b"done\n")
+            assert sandbox.run(Program(source="print(1)")).stdout == b"1\n"
+            return outcome.retries
+
+        kills = 1
+        while (found := retries()) == 0 and kills < 5:  # a busy machine may delay a kill
+            kills += 1
+        assert (found, sandbox.restarts) == (1, kills)
 
 
 @contextlib.contextmanager
 def keepers_of_sleepers_die(sandbox):
-    """Kill every keeper below which a process sleeps: a nap, and no other program of these tests."""
+    """Kill every keeper below which a process sleeps."""
     stop = threading.Event()
 
     def kill():
         while not stop.wait(0.02):
             for pid in sandbox.keeper_pids:
-                for child in descendants(pid):
-                    with contextlib.suppress(OSError):
-                        if "nanosleep" in Path(f"/proc/{child}/wchan").read_text():
-                            os.kill(pid, signal.SIGKILL)
+                if any(map(is_asleep, descendants(pid))):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -83,7 +88,7 @@ def keepers_of_sleepers_die(sandbox):
 
 def test_a_program_under_which_workers_keep_dying_scores_nothing():
     with NamespaceSandbox(workers=1) as sandbox, keepers_of_sleepers_die(sandbox):
-        outcome = sandbox.submit(NAP).result(timeout=60)
+        outcome = sandbox.submit(SLEEPS).result(timeout=60)
         assert (outcome.ending, outcome.pass_fraction) == (Ending.killed, 0.0)
         assert "lost 2 times while it ran alone" in outcome.message
 
@@ -92,28 +97,28 @@ def test_close_leaves_no_process_and_no_descriptor():
     before = set(os.listdir("/proc/self/fd"))
     sandbox = NamespaceSandbox(workers=2)
     family = {pid for keeper in sandbox.keeper_pids for pid in (keeper, *descendants(keeper))}
-    futures = [sandbox.submit(NAP) for _ in range(6)]
+    futures = [sandbox.submit(SLEEPS) for _ in range(6)]
     wait_until(lambda: any(f.running() for f in futures))
     family |= {pid for keeper in sandbox.keeper_pids for pid in descendants(keeper)}
     sandbox.close()
+    assert sandbox.keeper_pids == [], "a process 0 would be the group of whoever kills it"
     wait_until(lambda: not any(is_alive(pid) for pid in family))
     wait(futures, timeout=5)
     assert all(f.cancelled() or f.result().ending is Ending.infrastructure_error for f in futures)
     assert set(os.listdir("/proc/self/fd")) <= before
     with pytest.raises(SandboxError, match="closed"):
-        sandbox.run(NAP)
+        sandbox.run(SLEEPS)
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_trainer_that_dies_takes_its_sandbox_along(how):
     code = """
 import signal, sys, time
-from multitask_rl.sandbox import Program
+from multitask_rl.sandbox import Limits, Program
 from multitask_rl.sandbox.pool import NamespaceSandbox
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
 sandbox = NamespaceSandbox(workers=1)
-sandbox.submit(Program(source="while True: pass"))
-time.sleep(0.2)
+sandbox.submit(Program(source="while True: pass", limits=Limits(cpu_s=50, wall_s=60)))
 print(*sandbox.keeper_pids, flush=True)
 time.sleep(60)
 """
@@ -122,8 +127,8 @@ time.sleep(60)
     )
     assert trainer.stdout is not None
     keeper = int(trainer.stdout.readline())
+    wait_until(lambda: len(descendants(keeper)) >= 2)
     family = {keeper, *descendants(keeper)}
-    assert len(family) >= 3
     trainer.send_signal(how)
     trainer.wait(timeout=20)
     trainer.stdout.close()
@@ -132,10 +137,12 @@ time.sleep(60)
 
 def test_a_cancelled_program_is_not_run():
     with NamespaceSandbox(workers=1) as sandbox:
-        running = sandbox.submit(NAP)
+        running = sandbox.submit(SLEEPS)
+        wait_until(running.running)
         waiting = sandbox.submit(Program(source="print(1)"))
         assert waiting.cancel()
-        assert running.result().stdout == b"done\n"
+        assert running.running()
+        assert running.cancel()
         assert sandbox.run(Program(source="print(2)")).stdout == b"2\n"
 
 
@@ -147,7 +154,7 @@ NO_HURRY = Limits(cpu_s=50, wall_s=60)
     "program",
     [
         Program(source=FOREVER, limits=NO_HURRY),
-        Program(source="import time\ntime.sleep(50)", limits=NO_HURRY),
+        SLEEPS,
         Program(
             source=FOREVER, limits=NO_HURRY, task=StdioTask(tests=[StdioTest(stdin="1", stdout="1")] * 3)
         ),
@@ -201,18 +208,17 @@ def test_cancelling_one_program_leaves_its_neighbours_alone():
 
 
 def test_programs_behind_a_long_one_are_run_by_another_worker():
-    release = Program(source="import time\ntime.sleep(4)", limits=Limits(wall_s=10))
     with NamespaceSandbox(workers=2) as sandbox:
-        blocked = [sandbox.submit(release)]
+        blocked = sandbox.submit(SLEEPS)
         others = [sandbox.submit(Program(source=f"print({n})")) for n in range(40)]
         assert [f.result(timeout=20).stdout for f in others] == [b"%d\n" % n for n in range(40)]
-        assert not blocked[0].done()
+        assert not blocked.done()
 
 
 def test_of_several_programs_at_hand_only_the_deadly_one_is_lost():
     with NamespaceSandbox(workers=1) as sandbox:
         plain = [sandbox.submit(Program(source=f"print({n})")) for n in range(3)]
-        deadly = sandbox.submit(NAP)
+        deadly = sandbox.submit(SLEEPS)
         plain += [sandbox.submit(Program(source=f"print({n})")) for n in range(3, 8)]
         with keepers_of_sleepers_die(sandbox):
             outcome = deadly.result(timeout=60)
