@@ -117,10 +117,11 @@ class ProcessRunner(Runner):
         """Wait for results; None when hedges have answered every item: the process is not waited for."""
         while True:
             now = time.monotonic()
+            # a last look after the deadline: this process itself may have been held up
+            with contextlib.suppress(TimeoutError):
+                return worker.results(max(now + 0.01, min(deadline, now + 0.25)))
             if now >= deadline:
                 raise TimeoutError
-            with contextlib.suppress(TimeoutError):
-                return worker.results(min(deadline, now + 0.25))
             call.at = worker.at()
             if not call.open():
                 return None

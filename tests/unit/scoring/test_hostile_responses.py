@@ -146,17 +146,22 @@ def test_one_hanging_response_delays_its_step_by_less_than_its_limit(open_pool: 
         return time.monotonic() - began
 
     pool.score(of("fine"))
-    costs = (
-        seconds("hang", i) - seconds("fine", i) for i in range(4)
-    )  # a busy machine may cost one its margin
-    assert any(cost < 1.0 for cost in costs)
+    undisturbed = min(seconds("fine", i) for i in range(4))
+    # a busy machine may cost one its margin
+    assert any(seconds("hang", i) - undisturbed < 1.0 for i in range(12))
 
 
 def test_tries_that_end_the_worker_share_one_time_limit(open_pool: Open, plugin_file: Path) -> None:
-    scored = open_pool("slow_exit", max_failure_rate=1.0).score(of("a", "exit", "b"))
-    assert [s.reward for s in scored] == [1.0, 0.0, 1.0]
-    assert scored[1].breakdown == {"r": Score(value=0.0, components=OVERRUN)}
-    assert plugin_file.with_suffix(".tries").read_text() == "xx", "0.9 x 2 s: no third one of 1.1 s"
+    def tries() -> str:
+        noted = plugin_file.with_suffix(".tries")
+        noted.unlink(missing_ok=True)
+        scored = open_pool("slow_exit", max_failure_rate=1.0).score(of("a", "exit", "b"))
+        assert [s.reward for s in scored] == [1.0, 0.0, 1.0]
+        assert scored[1].breakdown == {"r": Score(value=0.0, components=OVERRUN)}
+        return noted.read_text()
+
+    # 0.9 x 2 s: no third one of 1.1 s; on a busy machine the first may take all of it
+    assert next((found for _ in range(4) if (found := tries()) != "x"), "x") == "xx"
 
 
 def test_half_of_the_responses_hang_and_the_other_half_is_scored(open_pool: Open) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import random
 import signal
@@ -184,6 +185,12 @@ class InProcess:
 class WrongSignature:
     def score(self):
         return []
+
+@with_traits(timeout_s=1.0)
+def takes_its_time(response):
+    open(response, "w").close()
+    time.sleep(0.4)
+    return 1.0
 """
 
 DRAWS = """
@@ -358,19 +365,18 @@ def test_constraints_are_judged_by_name(open_pool: Open) -> None:
 
 @pytest.mark.parametrize("task", ["hangs", "hangs_holding_the_lock", "Batch"])
 def test_one_hanging_sample_times_out_alone(open_pool: Open, task: str) -> None:
-    def seconds() -> float:
+    def is_alone() -> bool:
         pool = open_pool(task)
         pool.score(of(task, *"abcdefgh"))
         began = time.monotonic()
         scored = pool.score(of(task, *"abcdefghijklm", "hang", *"opqrstuvwxyz"))
-        elapsed = time.monotonic() - began
-        assert [s.reward for s in scored] == [1.0] * 13 + [0.0] + [1.0] * 12
+        is_soon = time.monotonic() - began < (4.0 if task == "Batch" else 2.5)
         assert scored[13].breakdown == {task: Score(value=0.0, components={"overrun": 1.0})}
-        return elapsed
+        return is_soon and [s.reward for s in scored] == [1.0] * 13 + [0.0] + [1.0] * 12
 
     # A batch plugin gets its limit once per rollout before it is killed; hedges answer the rest long before.
-    # Other programs on the machine only add to the time: of several tries the shortest tells.
-    assert any(seconds() < (4.0 if task == "Batch" else 2.5) for _ in range(3))
+    # Other programs on the machine only add to a time: one try of several tells.
+    assert any(is_alone() for _ in range(5))
 
 
 @pytest.mark.parametrize("task", ["hangs_always", "BatchHangsAlways"])
@@ -390,8 +396,30 @@ def test_a_hung_plugin_delays_by_its_limit_only_and_nobody_else(open_pool: Open,
         assert pool.health_events(4) == []
         return elapsed, rest
 
-    # other programs on the machine only add to the time: of several tries the shortest tells
-    assert any(elapsed < 2.0 and rest < 0.2 for elapsed, rest in (score_all() for _ in range(5)))
+    # 10 s until 20 calls of two workers have failed, and a second without a rest; other programs on the
+    # machine only add to the time: of several tries the shortest tells
+    assert any(elapsed < 5.0 and rest < 0.9 for elapsed, rest in (score_all() for _ in range(5)))
+
+
+def test_an_answer_in_time_counts_however_late_the_trainer_looks_at_it(
+    open_pool: Open, tmp_path: Path
+) -> None:
+    pool = open_pool("takes_its_time", max_failure_rate=1.0)
+
+    def counts(mark: Path) -> bool:
+        found: list[Score | Verdict | Failure] = []
+        scoring = threading.Thread(
+            target=lambda: found.extend(pool.score(of("takes_its_time", str(mark)))[0].breakdown.values())
+        )
+        scoring.start()
+        while not mark.exists():
+            time.sleep(0.01)
+        ctypes.PyDLL(None).usleep(1_200_000)  # no thread of the trainer runs meanwhile
+        scoring.join()
+        return found == [Score(value=1.0)]
+
+    # on a busy machine the answer itself may be late
+    assert any(counts(tmp_path / str(i)) for i in range(4))
 
 
 def test_twenty_random_kills_lose_nothing_and_change_nothing(open_pool: Open) -> None:
