@@ -105,6 +105,7 @@ class Stepping(RolloutEngine):
 
     def __init__(self) -> None:
         self.steps: SimpleQueue[None] = SimpleQueue()
+        self.made: SimpleQueue[None] = SimpleQueue()
         self.hook: Callable[[], None] = lambda: None
         self.has_ended = Event()
 
@@ -117,6 +118,7 @@ class Stepping(RolloutEngine):
             while True:
                 self.steps.get()
                 self.hook()
+                self.made.put(None)
         finally:
             self.has_ended.set()
         yield []
@@ -132,7 +134,7 @@ def test_a_call_returns_while_steps_are_made_and_is_silent_when_none_is() -> Non
         assert replica.advance(None) == nothing, "before its first step an engine may compile"
     for _ in range(3):
         engine.steps.put(None)
-        time.sleep(0.02)
+        engine.made.get(timeout=60)
         assert replica.advance(None) == nothing
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(replica.advance, None)

@@ -1,7 +1,7 @@
 """Who gets which program: shares of a queue, spare programs of a stuck worker, suspects alone."""
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +28,14 @@ def backlog_of(programs, workers=2, size=100):
     return backlog, cells, [backlog.put(Program(source=str(n))) for n in range(programs)]
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """A clock that the test moves: a worker is stuck after a twentieth of a second."""
+    now = [0.0]
+    monkeypatch.setattr("multitask_rl.sandbox.backlog.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 def sources(items):
     return [item.program.source for item in items]
 
@@ -46,10 +54,10 @@ def test_a_short_queue_is_not_hoarded():
     assert sources(backlog.take(1)) == ["1"]
 
 
-def test_what_waits_behind_a_long_program_is_taken_over():
+def test_what_waits_behind_a_long_program_is_taken_over(clock):
     backlog, cells, _ = backlog_of(20)
     held = backlog.take(0)
-    time.sleep(0.1)
+    clock[0] += 0.1
     assert sources(backlog.take(1)) == sources(held[1:])
     assert len(cells[0].cancelled) == len(held) - 1
     assert backlog.finish(0, cells[0].cancelled[0]) is None  # answered there all the same: nobody's any more

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import types
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -360,28 +361,33 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
     done.set()
 
 
-def test_a_full_queue_and_the_writes_share_the_time_of_the_close() -> None:
+def test_a_full_queue_and_the_writes_share_the_time_of_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
     started, room, done = threading.Event(), threading.Event(), threading.Event()
+    clock = iter((100.0, 120.0))  # at the begin of the close, and when there is room
+    waits: list[float | None] = []
 
     class Watched(BackgroundWriter):
-        waited_s = 0.0
-
         def join(self, timeout: float | None = None) -> None:
-            assert timeout is not None
-            self.waited_s = timeout
+            waits.append(timeout)
+
+    def read_clock() -> float:
+        if threading.current_thread() is writer:
+            return 0.0
+        room.set()
+        return next(clock)
 
     def first() -> None:
         started.set()
         room.wait(60)
 
     writer = Watched("a server", lambda points: None, max_queued=1)
+    monkeypatch.setattr("multitask_rl.tracking.background.time", types.SimpleNamespace(monotonic=read_clock))
     writer.start()
     writer.put(first)
     started.wait(60)
     writer.put(lambda: done.wait(60) and None)
-    threading.Timer(1.0, room.set).start()  # the close begins some milliseconds after it
     writer.close(timeout_s=30.0)
-    assert 0 < writer.waited_s <= 30.0 - 0.5, "the close has waited a second for room"
+    assert waits == [10.0], "20 s of the 30 passed while it waited for room"
     done.set()
 
 
