@@ -434,7 +434,7 @@ def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
 
 def only_threads(before):
     """Whether none but ``before`` are left; transformers does not wait for those that it loaded with."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not set(threading.enumerate()) <= before and time.monotonic() < until:
         time.sleep(0.05)
     return set(threading.enumerate()) <= before

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import re
-import time
 from functools import cache
 
 import pytest
 
+from cpu_time import least_seconds
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Failure, Verdict
 from multitask_rl_rewards.causal_judge import CausalJudge
@@ -342,8 +342,10 @@ def test_a_judge_reads_a_bounded_number_of_parts(llama):
         cost=1.0, violated=True, reason="longer than `max_parts` = 3 parts of what the model reads at once"
     )
     question = rollout("hello " * 20_000, prompt="hello " * 400)  # leaves almost nothing to a part
-    began = time.monotonic()
-    (failure,) = guard(llama, "llama_guard").judge([question])
-    assert isinstance(failure, Failure)
-    assert failure.kind == "data"
-    assert time.monotonic() - began < 5.0
+
+    def judge() -> None:
+        (failure,) = guard(llama, "llama_guard").judge([question])
+        assert isinstance(failure, Failure)
+        assert failure.kind == "data"
+
+    assert least_seconds(judge, tries=1) < 5.0

@@ -26,13 +26,19 @@ def test_memory_of_the_run_is_that_of_all_its_processes():
     assert set(alone) >= {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"}
     assert 0 <= alone["system/system_memory_usage_percentage"] <= 100
     program = "held = bytearray(200_000_000); print(flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
-        assert child.stdout is not None
-        child.stdout.readline()
-        together = use.numbers()
-        child.communicate("\n")
     name = "system/run_memory_usage_megabytes"
-    assert together[name] - alone[name] == pytest.approx(210, abs=15)
+
+    def grows() -> float:
+        before = use.numbers()[name]
+        with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            together = use.numbers()[name]
+            child.communicate("\n")
+        return together - before
+
+    # what earlier tests have started may end meanwhile
+    assert any(grows() == pytest.approx(210, abs=15) for _ in range(5))
 
 
 def test_steps_that_are_short_repeat_what_was_measured(monkeypatch):

@@ -222,7 +222,7 @@ def test_a_rank_that_dies_while_all_meet_is_named_at_once():
     assert time.monotonic() - began < 60  # the library's own limit is three minutes
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(100)  # the library's own limit is three minutes
 def test_any_error_of_this_process_while_all_meet_is_raised():
     def fails():
         raise OSError("no such address")
@@ -254,7 +254,7 @@ def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():
         trainer.send(setup)
         assert trainer.receive() == ("thawed", None)
         trainer.hang_up()
-    until = time.monotonic() + 10  # the library's own limit is three minutes
+    until = time.monotonic() + 60  # the library's own limit is three minutes
     while not rank.ended() and time.monotonic() < until:
         time.sleep(0.05)
     ended = rank.ended()
