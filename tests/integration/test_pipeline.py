@@ -162,7 +162,7 @@ def test_a_run_begun_by_hand_is_evaluated_and_saved_without_batches_under_way(tm
 
 
 class EngineAtWork(FakeEngine):
-    """The second batch takes 40 s; ``when_slow`` is called in its first second."""
+    """The second batch takes 40 s; a thread calls ``when_slow`` when it begins."""
 
     when_slow = hook = staticmethod(lambda: None)
     num_calls = 0
@@ -174,7 +174,7 @@ class EngineAtWork(FakeEngine):
     def generate_stream(self, requests):
         self.num_calls += 1
         if self.num_calls == 2:
-            threading.Timer(1.0, self.when_slow).start()
+            threading.Thread(target=self.when_slow).start()
             for _ in range(4000):
                 time.sleep(0.01)
                 self.hook()
@@ -187,17 +187,24 @@ def test_a_run_that_ends_does_not_wait_until_the_batch_under_way_is_sampled(tmp_
     """A signal comes while a step waits for the engine, or the step itself fails."""
     write_run(tmp_path, ONE_TASK)
     config = run_config(tmp_path, "out", 6, **OVERLAP)
-    engine = EngineAtWork(vocab_size=len(VOCABULARY))
+    engine, noted = EngineAtWork(vocab_size=len(VOCABULARY)), threading.Event()
 
     def note(sample: CreditedSample) -> CreditedSample:
         if fails:
             raise ZeroDivisionError
+        noted.set()
         return sample
 
     trainer = Trainer(config=config, engine=engine)
     stage = Stage("note", note, consumes=CreditedSample, produces=CreditedSample)
     trainer.insert_stage(stage, after="advantages")
-    engine.when_slow = lambda: None if fails else os.kill(os.getpid(), signal.SIGTERM)
+
+    def end() -> None:
+        noted.wait(30)
+        time.sleep(1.0)  # the update is made, and the step waits for the engine
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    engine.when_slow = (lambda: None) if fails else end
 
     def make_steps() -> None:
         with stopping_on_signals(), trainer:
