@@ -75,7 +75,7 @@ def test_a_failure_comes_back_with_what_the_program_returned_and_no_hidden_test(
         ("def add(a, b: return", "SyntaxError"),
         ("def sub(a, b):\n    return a + b", "NameError: name 'add' is not defined"),
         ("def add(a, b):\n    return a + c", "NameError: name 'c' is not defined"),
-        ("def add(a, b):\n    while True: pass", "CPU limit|did not end in time"),
+        ("def add(a, b):\n    while True: pass", "CPU limit|did not end in time|wall-clock limit"),
     ],
 )
 def test_other_failures_are_told_in_words(code, words):
