@@ -135,7 +135,7 @@ def single(
     plain = build_actor()
     with_adapters: Any = add_adapters(plain.model, LoraConfig(rank=2))
     actor = Actor(with_adapters, plain.tokenizer, ModelConfig(lora=LoraConfig(rank=2)))
-    config = RayConfig(num_engines=1, engine_timeout_s=3.0)
+    config = RayConfig(num_engines=1, engine_timeout_s=8.0)  # a busy machine may hold it up for 3 s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "put", counted)
         engine = RayEngine(Slow, actor, RolloutConfig(), seed=0, output_dir=directory, ray=config)
@@ -173,7 +173,7 @@ def test_an_only_replica_that_is_stopped_is_killed_and_its_successor_goes_on(
     pid = _pid(directory, 0)
     again = _samples_repeated_after(lambda: os.kill(pid, signal.SIGSTOP), engine, actor, directory)
     assert 0 < len(again) < 16, "without what had ended"
-    assert "did not answer for 3 s (advance) and was killed" in engine.health_events(1)[0].reason
+    assert "did not answer for 8 s (advance) and was killed" in engine.health_events(1)[0].reason
     assert not Path(f"/proc/{pid}").exists()
 
 
@@ -200,16 +200,29 @@ def _kinds_until_joined(engine: RayEngine, actor: Actor) -> list[str]:
     return kinds
 
 
+def _undisturbed(
+    engine: RayEngine, directory: Path, expected: list[list[list[int]]] | None = None
+) -> tuple[Counter[int], list[list[list[int]]]]:
+    """Generate while no replica is late, as one on a busy machine may be; return what began and the texts."""
+    for _ in range(5):
+        start = _begun(directory)
+        found = _ids(list(engine.generate_stream(REQUESTS)))
+        assert expected in (None, found)
+        if not (events := engine.health_events(0)):
+            break
+        assert {event.kind for event in events} == {"late"}
+    else:
+        pytest.fail("in five tries a replica was late")
+    assert set((_begun(directory) - start).values()) == {1}
+    return _begun(directory), found
+
+
 def _samples_repeated_after(
     harm: Callable[[], None], engine: RayEngine, actor: Actor, directory: Path
 ) -> set[int]:
     """Do ``harm`` after the first samples; return the seeds of those that were begun twice."""
     expected = HFEngine.build(actor, RolloutConfig(), seed=0, output_dir=directory / "own").generate(REQUESTS)
-    start = _begun(directory)
-    assert _ids(list(engine.generate_stream(REQUESTS))) == _ids([_ended(expected)])
-    assert [e for e in engine.health_events(0) if e.kind != "late"] == []  # late on a busy machine
-    before = _begun(directory)
-    assert set((before - start).values()) == {1}
+    before, _ = _undisturbed(engine, directory, _ids([_ended(expected)]))
     parts: list[list[Ended]] = []
     known: set[int] = set()
     for part in engine.generate_stream(REQUESTS):
@@ -233,16 +246,13 @@ def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
     engine, actor, directory = pair
     lag = directory / "ray_start" / "replica-1" / "lag"
     try:
-        start = _begun(directory), _begun(lag.parent)
-        expected = _ids(list(engine.generate_stream(REQUESTS)))
-        before = _begun(directory)
-        own = _begun(lag.parent) - start[1]
-        assert set((before - start[0]).values()) == {1}
-        engine.health_events(0)
+        before, expected = _undisturbed(engine, directory)
+        start = _begun(lag.parent)
         lag.touch()
         parts = list(engine.generate_stream(REQUESTS))
         lag.unlink()
-        (event,) = engine.health_events(0)
+        own = _begun(lag.parent) - start
+        event, *others = engine.health_events(0)
         assert (event.kind, event.source) == ("late", "engine")
         told = f"rollout replica 1 is late: others sample what it has not ended ({len(own)} of {len(own)} "
         assert event.reason == f"{told}samples)"
@@ -250,7 +260,8 @@ def test_what_a_slow_replica_has_not_ended_is_sampled_by_idle_ones_too(
         assert _ids(parts) == expected
         assert sum(len(part) for part in parts) == 16, "the first answer counts, once"
         begun = _begun(directory) - before
-        assert {seed for seed, count in begun.items() if count > 1} == set(own), "all of the slow one's"
+        again = {seed for seed, count in begun.items() if count > 1}
+        assert again == set(own) or (others and again > set(own)), "all of the slow one's"
     finally:
         lag.unlink(missing_ok=True)
 
