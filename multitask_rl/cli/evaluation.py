@@ -113,6 +113,8 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         tracking=replace(config.tracking, trackers=[]),
     )
     config = replace(config, tasks={**(config.tasks or {}), **_task_keys(config, options)})
+    from multitask_rl.training.checkpoint import telling_of_removal  # heavy: torch
+
     anchors: dict[tuple[str, int], AnchorState] = {}
     refused: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
@@ -120,7 +122,10 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         for number, (name, directory) in enumerate(models.items()):
             model = replace(config.model, name_or_path=directory)
             own = Path(folder) / str(number)
-            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
+            above = Path(directory).parent
+            is_checkpoint = (above / "manifest.json").is_file()
+            with telling_of_removal(above) if is_checkpoint else contextlib.nullcontext():
+                results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
             append_evaluations(own / "evaluations.jsonl", results[name])
         compared = None
         if len(models) > 1:
