@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options, overrides = parser.parse_known_args(arguments)
-    from multitask_rl.training.checkpoint import model_directory  # heavy: torch
+    from multitask_rl.training.checkpoint import model_directory, telling_of_removal  # heavy: torch
 
     if TRUST not in overrides:
         refuse_code_in(options.tasks)
@@ -74,7 +74,11 @@ def main(arguments: list[str]) -> int:
 
     def evaluate_models(config: RunConfig) -> None:
         config = config if run is None else _sampled_as(run, config, given)
-        _evaluate(config, options, dict(zip(names, directories, strict=True)))
+        with contextlib.ExitStack() as stack:
+            for above in (Path(directory).parent for directory in directories):
+                if (above / "manifest.json").is_file():
+                    stack.enter_context(telling_of_removal(above))
+            _evaluate(config, options, dict(zip(names, directories, strict=True)))
 
     compose_and_run(overrides, "eval", evaluate_models)
     return 0
@@ -113,8 +117,6 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         tracking=replace(config.tracking, trackers=[]),
     )
     config = replace(config, tasks={**(config.tasks or {}), **_task_keys(config, options)})
-    from multitask_rl.training.checkpoint import telling_of_removal  # heavy: torch
-
     anchors: dict[tuple[str, int], AnchorState] = {}
     refused: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
@@ -122,10 +124,7 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
         for number, (name, directory) in enumerate(models.items()):
             model = replace(config.model, name_or_path=directory)
             own = Path(folder) / str(number)
-            above = Path(directory).parent
-            is_checkpoint = (above / "manifest.json").is_file()
-            with telling_of_removal(above) if is_checkpoint else contextlib.nullcontext():
-                results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
+            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
             append_evaluations(own / "evaluations.jsonl", results[name])
         compared = None
         if len(models) > 1:
