@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options, overrides = parser.parse_known_args(arguments)
-    from multitask_rl.training.checkpoint import model_directory  # heavy: torch
+    from multitask_rl.training.checkpoint import model_directory, telling_of_removal  # heavy: torch
 
     if TRUST not in overrides:
         refuse_code_in(options.tasks)
@@ -74,7 +74,11 @@ def main(arguments: list[str]) -> int:
 
     def evaluate_models(config: RunConfig) -> None:
         config = config if run is None else _sampled_as(run, config, given)
-        _evaluate(config, options, dict(zip(names, directories, strict=True)))
+        with contextlib.ExitStack() as stack:
+            for above in (Path(directory).parent for directory in directories):
+                if (above / "manifest.json").is_file():
+                    stack.enter_context(telling_of_removal(above))
+            _evaluate(config, options, dict(zip(names, directories, strict=True)))
 
     compose_and_run(overrides, "eval", evaluate_models)
     return 0

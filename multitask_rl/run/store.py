@@ -32,7 +32,7 @@ from multitask_rl.run.code import PluginCode
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore
+from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, telling_of_removal
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
 
 if TYPE_CHECKING:
@@ -155,10 +155,11 @@ class RunStore:
         """Give ``actor`` the control tokens of the checkpoint. Before any part that depends on their number.
 
         Raises:
-            CheckpointError: they belong to another model.
+            CheckpointError: they belong to another model, or the checkpoint was removed meanwhile.
         """
         if self._found is not None:
-            actor.keep_control_tokens(self._found.actor_dir)
+            with telling_of_removal(self._found.path):
+                actor.keep_control_tokens(self._found.actor_dir)
 
     def reference(self, actor: Actor, *, follows: bool = False) -> PreTrainedModel | None:
         """Return the frozen reference policy: the actor at the start of the run, kept for resumed runs.
@@ -238,7 +239,9 @@ class RunStore:
         changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
-        state.restore(found, without=["guard"] if is_other else [])
+        with telling_of_removal(found.path):
+            state.restore(found, without=["guard"] if is_other else [])
+            entry = self.checkpoints.read_entry(found.path)
         if progress.step < config.max_steps:
             changed |= self._changed_code(found.state.get("code", {}), specs)
         if changed:
@@ -263,7 +266,7 @@ class RunStore:
             set_records_aside(self._output_dir)
             # a fork begins as any run does: it is evaluated and saved before its first step
             progress.evaluated_at = progress.saved_at = -1
-            self.forked = self.checkpoints.read_entry(found.path)
+            self.forked = entry
             if guard is None or is_other or found.state["guard"] is None or state.has_new_tasks:
                 self.forked.judged_good = None  # by another guard, or other rewards
         self._found = None

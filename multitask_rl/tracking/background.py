@@ -25,9 +25,9 @@ class BackgroundWriter(threading.Thread):
 
     ``target`` names the server in messages. Points wait up to ``gather_s`` seconds for others: one write of
     many costs less than many writes. The time grows to four times as much in a quarter of an hour. At most
-    ``max_queued`` calls and lists of points wait. After ``max_failures`` in a row nothing more is sent;
-    None = no limit. ``is_local``: a write ends in milliseconds; the collector of garbage, which would take
-    longer than the write, waits for its end.
+    ``max_queued`` calls and lists of points wait. After ``max_failures`` in a row one write is tried every
+    ``rest_s`` seconds, the others are lost; None = all are tried. ``is_local``: a write ends in milliseconds;
+    the collector of garbage, which would take longer than the write, waits for its end.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class BackgroundWriter(threading.Thread):
         gather_s: float = 0.0,
         max_queued: int = 10_000,
         max_failures: int | None = 5,
+        rest_s: float = 60.0,
         is_local: bool = False,
     ) -> None:
         super().__init__(name=target, daemon=True)
@@ -49,6 +50,7 @@ class BackgroundWriter(threading.Thread):
         self.num_failed = 0
         """Points and calls that were lost."""
         self._num_failed_in_row = 0
+        self._rest_s, self._resting_until_s = rest_s, 0.0
 
     def put(self, item: Callable[[], None] | list[Any]) -> None:
         """Queue a call or points; never blocks: a full queue (a server that hangs) loses the item."""
@@ -56,6 +58,10 @@ class BackgroundWriter(threading.Thread):
             self._queue.put_nowait(item)
         except queue.Full:
             self.num_failed += len(item) if isinstance(item, list) else 1
+
+    def try_again(self) -> None:
+        """Try the next write, however many before it failed."""
+        self._resting_until_s = 0.0
 
     def close(self, timeout_s: float) -> None:
         """Write the queued items; items left after ``timeout_s`` are lost."""
@@ -93,7 +99,7 @@ class BackgroundWriter(threading.Thread):
                 self._attempt(item, 1)
 
     def _attempt(self, call: Callable[[], None], size: int) -> None:
-        if self._num_failed_in_row == self._max_failures:
+        if time.monotonic() < self._resting_until_s:
             self.num_failed += size
             return
         try:
@@ -106,6 +112,8 @@ class BackgroundWriter(threading.Thread):
                 _LOG.warning(text, self.name, error)
             self.num_failed += size
             self._num_failed_in_row += 1
-            if self._num_failed_in_row == self._max_failures:
-                text = "%s refused %d writes in a row; nothing more is sent to it"
-                _LOG.warning(text, self.name, self._max_failures)
+            if self._max_failures is not None and self._num_failed_in_row >= self._max_failures:
+                self._resting_until_s = time.monotonic() + self._rest_s
+                if self._num_failed_in_row == self._max_failures:
+                    text = "%s refused %d writes in a row; one is tried every %.0f s from here on"
+                    _LOG.warning(text, self.name, self._max_failures, self._rest_s)

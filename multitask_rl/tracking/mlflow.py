@@ -1,9 +1,10 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
-A background thread does all writes after ``start``; a failing server costs numbers, never the run. MLflow
-takes 0.1 to 0.2 ms of a processor for a point, so it gets every point of the first steps alone, then one per
-so many steps that its database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete
-points: a resumed run sends the points that MLflow lacks and leaves out those that it has of repeated steps.
+A background thread does all writes after ``start``; a failing server costs numbers, never the run. What it
+missed and the run's own records hold is sent at the end, or by the resumed run. MLflow takes 0.1 to 0.2 ms of
+a processor for a point, so it gets every point of the first steps alone, then one per so many steps that its
+database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete points: a resumed run
+sends the points that MLflow lacks and leaves out those that it has of repeated steps.
 
 The curves to look at first have a second name in ``at_a_glance``, the group that MLflow shows first. Rows are
 datasets of the run, some stored rollouts its traces, and saved weights versions of a registered model that
@@ -282,6 +283,11 @@ class MLflowTracker(Tracker):
         """Metric -> step of its newest point that was kept."""
         self._stored: Counter[tuple[str, int]] = Counter()
         """Points that MLflow has and that come again: name and step -> how often."""
+        self._unmet: tuple[int, int | None] | None = None
+        """Step of the resume and bytes of ``metrics.jsonl``, until MLflow's points are compared with it."""
+        self._parameters: Mapping[str, Any] = {}
+        self._num_sent_again = 0
+        """Writes that MLflow refused, and whose content was sent again at the end."""
         self._client: MlflowClient
         self._run: str
         """``run_id``, once the run is open."""
@@ -312,8 +318,8 @@ class MLflowTracker(Tracker):
                 self.run_id = self._create_run(parameters)
             else:
                 self._client.update_run(former, status="RUNNING")
-        self._run = str(self.run_id)
-        run = self._client.get_run(self._run)
+            self._run = str(self.run_id)
+            run = self._client.get_run(self._run)
         self._experiment = str(run.info.experiment_id)
         self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
         self._inputs = {own.dataset.name for own in run.inputs.dataset_inputs} if run.inputs else set()
@@ -326,13 +332,13 @@ class MLflowTracker(Tracker):
             is_local=self.uri.startswith("sqlite:///"),
         )
         self._worker.start()
+        self._parameters = parameters
         self._worker.put(partial(self._send_parameters, parameters))
-        if resume_step is not None and former is not None:
+        if resume_step is not None:  # without a former identity, the run began while MLflow was away
             # the worker reads them later, when the run has written more, which it also sends itself
-            events, record = self._directory / "events.jsonl", self._directory / "metrics.jsonl"
-            sizes = [file.stat().st_size if file.exists() else None for file in (events, record)]
-            self._worker.put(partial(self._load_events, resume_step, events, sizes[0]))
-            self._worker.put(partial(self._meet_record, resume_step, record, sizes[1]))
+            self._worker.put(partial(self._load_events, resume_step, self._num_bytes("events.jsonl")))
+            self._unmet = resume_step, self._num_bytes("metrics.jsonl")
+            self._worker.put(self._meet_record)
 
     def _create_run(self, parameters: Mapping[str, Any]) -> str:
         """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
@@ -386,15 +392,24 @@ class MLflowTracker(Tracker):
             tags["mlflow.parentRunId"] = found[0].info.run_id
         return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
 
-    def _meet_record(self, resume_step: int, record: Path, num_bytes: int | None) -> None:
+    def _num_bytes(self, name: str) -> int | None:
+        file = self._directory / name
+        return file.stat().st_size if file.exists() else None
+
+    def _meet_record(self) -> None:
         """Send the points of ``metrics.jsonl`` that MLflow lacks; without it, it has all up to the resume."""
+        if self._unmet is None:
+            return
+        resume_step, num_bytes = self._unmet
+        stored: Counter[tuple[str, int]] = Counter()
         for name in self._client.get_run(self._run).data.metrics:
             steps = [point.step for point in self._client.get_metric_history(self._run, name)]
-            self._stored.update((name, step) for step in steps if num_bytes is not None or step > resume_step)
+            stored.update((name, step) for step in steps if num_bytes is not None or step > resume_step)
+        self._stored, self._unmet = stored, None
         if num_bytes is None:
             return
-        points = []
-        with record.open("rb") as stream:
+        points: list[_Point] = []
+        with (self._directory / "metrics.jsonl").open("rb") as stream:
             for line in stream.read(num_bytes).splitlines():
                 row = load_line(line)
                 step = int(row.pop("step"))
@@ -402,8 +417,23 @@ class MLflowTracker(Tracker):
                 points += self._points(values, step)
         self._send_metrics(points)
 
-    def _load_events(self, resume_step: int, path: Path, num_bytes: int | None) -> None:
+    def _catch_up(self, worker: BackgroundWriter) -> None:
+        """If MLflow refused writes, send parameters, events and points again, if the run has records."""
+        size = self._num_bytes("metrics.jsonl")
+        if not worker.num_failed or size is None:
+            return
+        num_failed = worker.num_failed
+        self._send_parameters(self._parameters)
+        if (num_bytes := self._num_bytes("events.jsonl")) is not None:
+            self._load_events(0, num_bytes)
+        self._last_kept.clear()
+        self.num_dropped, self._unmet = 0, (0, size)
+        self._meet_record()
+        self._num_sent_again = num_failed
+
+    def _load_events(self, resume_step: int, num_bytes: int | None) -> None:
         """Send the first ``num_bytes`` of ``events.jsonl`` anew; None: it is missing, MLflow has them."""
+        path = self._directory / "events.jsonl"
         is_cut = num_bytes is not None  # to the checkpoint; events that a rollback undid have later steps
         with contextlib.ExitStack() as stack:
             if not is_cut:
@@ -416,6 +446,7 @@ class MLflowTracker(Tracker):
         for tag in self._client.get_run(self._run).data.tags:
             if tag.startswith("event."):
                 self._client.delete_tag(self._run, tag)
+        self._events, self._event_counts = [], Counter()
         for event in events:
             if is_cut or event["step"] <= resume_step:
                 self._send_event(event)
@@ -442,6 +473,7 @@ class MLflowTracker(Tracker):
         """Send the kept points that MLflow lacks, under legal names."""
         from mlflow.entities import Metric
 
+        self._meet_record()
         first, new = list[Metric](), list[Metric]()  # MLflow lists a run's metrics as they came
         for own, value, time_ms, step in points:
             for name in map(legal_name, (own, *_headlines(own))):
@@ -654,6 +686,7 @@ class MLflowTracker(Tracker):
                 if kind not in self._refused:
                     call()
             except Exception as error:  # noqa: BLE001 - numbers are worth more
+                self._client.get_run(self._run)  # if the store is away, this is one lost write
                 self._refused.add(kind)
                 _LOG.warning("MLflow at %s takes no %s: %r", redact_text(self.uri), kind, error)
 
@@ -671,6 +704,8 @@ class MLflowTracker(Tracker):
             if self.num_dropped:
                 self._client.set_tag(self._run, "metrics_not_finite", str(self.num_dropped))
 
+        worker.try_again()
+        worker.put(partial(self._catch_up, worker))
         worker.put(self._send_events)
         for path in (self._directory / name for name in _KEPT_FILES):
             if path.is_file():
@@ -678,5 +713,8 @@ class MLflowTracker(Tracker):
         worker.put(tag_dropped)
         worker.put(partial(self._client.set_terminated, self._run, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
-        if worker.num_failed:
-            _LOG.warning("%s did not take everything: %d writes lost", worker.name, worker.num_failed)
+        if num_lost := worker.num_failed - self._num_sent_again:
+            _LOG.warning("%s did not take everything: %d writes lost", worker.name, num_lost)
+        elif self._num_sent_again:
+            text = "%s was away for %d writes; what the run's records hold of them was sent again at the end"
+            _LOG.warning(text, worker.name, self._num_sent_again)

@@ -8,12 +8,13 @@ renamed, and renamed before it is deleted, so that a crash leaves the other chec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -249,6 +250,24 @@ class CheckpointStore:
             else:
                 with disk_errors(str(final)):
                     os.replace(replaced, final)
+
+
+@contextlib.contextmanager
+def telling_of_removal(path: Path) -> Iterator[None]:
+    """Turn an error in the block, which reads the checkpoint ``path``, into one that says it was removed.
+
+    Raises:
+        CheckpointError: the block failed, and the checkpoint is not there any more.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (path / "manifest.json").exists():
+            raise
+        raise CheckpointError(
+            f"{path} was removed while it was read: its run goes on, and keeps the newest checkpoints "
+            "(checkpoint.keep), the best and the last judged good. Take one that is there, or copy it first"
+        ) from error
 
 
 def model_directory(name: str) -> str:

@@ -18,9 +18,11 @@ from multitask_rl.config.run import (
     TrackingConfig,
     recorded_config,
 )
+from multitask_rl.errors import CheckpointError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.models.actor import read_weights
+from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.jsonl import RECORDS, JsonlTracker
@@ -111,6 +113,11 @@ def test_a_fork_from_a_checkpoint_alone_reads_nothing_of_the_run_that_output_dir
     found, expected = (read_weights(place / name) for name in ("out/reference", "parent/reference"))
     assert not [name for name in expected if not torch.equal(found[name], expected[name])], "KL to another"
     assert not (place / "out" / "events.jsonl").exists(), "no setting differs from those of its own run"
+    store = RunStore(place / "fork", CheckpointConfig(resume=str(alone)))
+    shutil.rmtree(alone)  # as its run does, which goes on
+    with pytest.raises(CheckpointError, match="one was removed while it was read"):
+        store.restore_control_tokens(build_actor())
+    store.close()
 
 
 def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_again(place, monkeypatch):

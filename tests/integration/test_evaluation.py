@@ -142,6 +142,11 @@ def test_a_run_or_its_checkpoint_is_sampled_as_the_run_is(here, capsys):
     assert length > 3
     assert "max_new_tokens=8, " in shown
     assert "eval.temperature=0.5" in shown
+    (here / "rewards.py").write_text(
+        f"import shutil\nshutil.rmtree({str(here / 'out' / 'checkpoints')!r})\n" + GRADED
+    )
+    assert main(["eval", "out", "tasks.yaml"]) == 1
+    assert "was removed while it was read: its run goes on" in capsys.readouterr().err
 
 
 def test_adapters_are_evaluated_on_the_model_below_them(here, capsys):

@@ -22,7 +22,7 @@ from multitask_rl.run.plan import plan_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backends.build import LocalRank, TorchBackend
 from multitask_rl.training.runner import ModelRunner
-from run_builders import run_config, train, undocumented, weights_hash, write_run
+from run_builders import TASKS, run_config, train, undocumented, weights_hash, write_run
 
 TWO = {"device_map": {"actor": "cpu:0-1"}}
 
@@ -37,9 +37,15 @@ def _forked():
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """With a run of two ranks that stopped after its first step: ``parts``, and its copy ``changing``."""
+    """With a run of two ranks that stopped after its first step: ``parts``, and its copy ``changing``.
+
+    One task learns nothing of responses cut at the limit.
+    """
     place = tmp_path_factory.mktemp("ranks")
-    write_run(place)
+    weight = "    weight: 2\n"
+    masked = TASKS.replace(weight, f"{weight}    algorithm_config: {{mask_truncated: true}}\n")
+    assert masked != TASKS
+    write_run(place, masked)
     train(run_config(place, "parts", 1, **TWO))
     shutil.copytree(place / "parts", place / "changing")
     return place
@@ -56,6 +62,11 @@ def test_two_ranks_learn_what_one_process_learns_and_resume_as_it_does(place, ex
         two = train(run_config(place, "two", 3, **TWO))
     for name, found in two.actor.model.named_parameters():
         torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-5)
+
+    responses = [json.loads(line) for line in (place / "two" / "rollouts.jsonl").read_text().splitlines()]
+    assert {r["finish_reason"] for r in responses if r["task"] == "copy"} >= {"length", "stop"}, (
+        "masked or not"
+    )
 
     resumed = train(run_config(place, "parts", 3, **TWO))
     assert weights_hash(resumed) == weights_hash(two)

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import types
 from dataclasses import replace
 from importlib.util import find_spec
@@ -158,6 +159,70 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
     assert any("refused a write" in message for message in messages)
     assert any("writes lost" in message for message in messages)
     assert len(messages) <= 3
+
+
+def _wait_for(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    until = time.monotonic() + 30.0
+    while text not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    assert text in caplog.text
+
+
+def test_what_a_server_that_was_away_has_missed_is_sent_at_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_GATHER_S", 0.0)
+    # the run began while MLflow was away: it has no identity there
+    record = JsonlTracker(tmp_path / "run", TrackingConfig(), None)
+    record.log_metrics({"x": 1.0, "bad": math.nan}, 1)
+    run = Trackers(tmp_path / "run", TrackingConfig(trackers=["mlflow"]), None, {"own": record})
+    run.start({}, resume_step=1)
+    run_id = json.loads(str(run.run_id))["mlflow"]
+    client = MLflowTracker(tmp_path / "run", TrackingConfig(), run_id)
+    client.start({})
+    client.finish("finished")
+    client._client.delete_run(run_id)  # away
+    for step in range(2, 9):
+        run.log_metrics({"x": float(step)}, step)
+        run.log_event(Event(step=step, source="guard", kind="alarm", reason="fell"))
+    _wait_for(caplog, "refused 5 writes in a row; one is tried every 60 s")
+    client._client.restore_run(run_id)  # and back
+    run.log_metrics({"x": 9.0}, 9)
+    run.finish("finished")
+    assert _points(tmp_path, run_id, "x") == [(step, float(step)) for step in range(1, 10)]
+    found = client._client.get_run(run_id)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags["event.guard.alarm"].startswith("7 x, last at step 8")
+    assert found.data.tags["metrics_not_finite"] == "1"
+    assert "sent again at the end" in caplog.text
+    assert "lost" not in caplog.text
+
+
+def test_a_server_that_is_away_as_a_resumed_run_asks_it_for_its_points_gets_none_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    first = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    first.start({})
+    for step in (1, 2, 3):
+        first.log_metrics({"x": step}, step)
+    first.finish("failed")
+    answers, histories = iter([False, True, True]), MlflowClient.get_metric_history
+
+    def ask(client: MlflowClient, run_id: str, key: str) -> object:
+        if not next(answers):
+            raise ConnectionError("away")
+        return histories(client, run_id, key)
+
+    second = MLflowTracker(tmp_path / "run", TrackingConfig(), first.run_id)
+    with monkeypatch.context() as patched:
+        patched.setattr(MlflowClient, "get_metric_history", ask)
+        second.start({}, resume_step=1)
+        for step in (2, 3, 4):
+            second.log_metrics({"x": step}, step)
+        second.finish("finished")
+    assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(1, 5)]
 
 
 def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
