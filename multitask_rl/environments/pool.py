@@ -39,6 +39,10 @@ class Lost(Failure):
     """The process of the world ended, perhaps because of another episode in it."""
 
 
+class LostAlone(Lost):
+    """The process of the world ended, with no other episode in it."""
+
+
 Answer = Opening | StepResult | Ended | Failure
 
 
@@ -368,7 +372,7 @@ class WorldPool:
             episode = self._episodes[ticket]
             where = self._specs[episode.task].where
             message = f"{where}: the process of this world{shared} {reason}"
-            self._fail(ticket, FailureKind.infra, message, Lost if shared or worker.is_retired else Failure)
+            self._fail(ticket, FailureKind.infra, message, Lost if shared or worker.is_retired else LostAlone)
 
     def _give_up(self, ticket: int, episode: _Episode) -> None:
         """Fail an episode whose call is too late, and retire its worker: a thread cannot be killed."""

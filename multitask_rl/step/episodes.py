@@ -13,7 +13,7 @@ from typing import Any
 
 from multitask_rl.data.render import Conversation
 from multitask_rl.environments.base import Earned, Opening, StepResult
-from multitask_rl.environments.pool import Lost, WorldPool
+from multitask_rl.environments.pool import Lost, LostAlone, WorldPool
 from multitask_rl.environments.worker import Ended
 from multitask_rl.errors import DataError
 from multitask_rl.models.actor import Actor
@@ -44,11 +44,13 @@ class Episode:
     ticket: int = 0
     """Number of its world in the pool."""
     seed: int = 0
-    """Seed of its world. A retry after a failure of its own gets another one."""
+    """Seed of its world. A retry gets another one, unless the process of the world ended."""
     failures: dict[str, int] = field(default_factory=dict)
     """Kind of failure -> number of failed tries, this one included."""
     num_lost: int = 0
     """Failed tries whose world was lost because its process ended."""
+    num_lost_alone: int = 0
+    """Of these, tries with no other episode in the process."""
     world_s: float = 0.0
     """Seconds that the calls to the worlds of all tries took."""
     num_calls: int = 0
@@ -65,7 +67,7 @@ class Episode:
 
     @property
     def num_own(self) -> int:
-        """Number of tries that failed by themselves."""
+        """Number of tries that failed in a process that goes on."""
         return sum(self.failures.values()) - self.num_lost
 
 
@@ -142,6 +144,7 @@ class Episodes:
         episode.rollout = replace(
             episode.slot, turns=[], response_ids=[], rollout_logprobs=[], verdicts={}, token_limit=limit
         )
+        # a process that ends gives no other seed: the clock decides which episodes share one
         seed = derive_seed(episode.seed, episode.num_own)
         episode.ticket = self._pool.open(episode.slot.task, episode.slot.row, seed)
         self._open[episode.ticket] = episode
@@ -173,11 +176,14 @@ class Episodes:
                 kind, failures = answer.kind, episode.failures
                 failures[kind.value] = failures.get(kind.value, 0) + 1
                 episode.num_lost += isinstance(answer, Lost)
-                is_spent = episode.num_own >= MOST_TRIES or episode.num_lost >= MOST_LOST
+                episode.num_lost_alone += isinstance(answer, LostAlone)
+                num_blamed = episode.num_own + episode.num_lost_alone
+                is_spent = num_blamed >= MOST_TRIES or episode.num_lost >= MOST_LOST
                 if not is_spent and kind is not FailureKind.data:
                     # a new record: the engine may hold this one
                     again = Episode(episode.slot, episode.slot, seed=episode.seed, failures=failures)
-                    again.num_lost, again.world_s = episode.num_lost, episode.world_s
+                    again.num_lost, again.num_lost_alone = episode.num_lost, episode.num_lost_alone
+                    again.world_s = episode.world_s
                     self._begin(again)
                 else:
                     done.append(_ended(episode, failure=answer, finish_reason="error"))

@@ -62,11 +62,11 @@ class World:
 
 
 class Engine(RolloutEngine):
-    """Yields one answer after the other; ``between`` is called behind the first of a call of many."""
+    """Yields one answer after the other; ``between`` is called behind the first of a call, one of many."""
 
-    def __init__(self, between: Callable[[], None]) -> None:
+    def __init__(self, between: Callable[[], None], *, of_many: bool = True) -> None:
         self.num_answers: list[int] = []
-        self._between = between
+        self._between, self._of_many = between, of_many
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         places = [(i, sample) for i, request in enumerate(requests) for sample in range(len(request.seeds))]
@@ -75,7 +75,7 @@ class Engine(RolloutEngine):
             yield [
                 (*place, Generation(response_ids=[5, 6], rollout_logprobs=[0.0] * 2, finish_reason="stop"))
             ]
-            if place == places[0] != places[-1]:
+            if place == places[0] and (len(places) > 1 or not self._of_many):
                 self._between()
 
 
@@ -159,6 +159,9 @@ def test_the_seed_of_a_world_is_another_only_after_a_failure_of_its_own(run, new
     assert len({*disturbed, *undisturbed}) == 4
     assert disturbed[:2] == undisturbed[:2]
     assert all(0 <= seed < 2**32 for seed in undisturbed)
+    killed.clear()
+    (alone,) = run(Engine(kill, of_many=False), ["calls on"])
+    assert (alone.world_failures, alone.turns[0].info["seed"]) == ({"infra": 1}, undisturbed[0])
 
 
 def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):
