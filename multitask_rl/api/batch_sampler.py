@@ -89,7 +89,7 @@ class DynamicBatchSampler(Sampler[list[int]]):
         return len(self._batches)
 
 
-def row_length(row: Any, tokenizer: Any = None) -> int:
+def row_length(row: Any, tokenizer: Any) -> int:
     """Return the number of tokens of ``row`` (see ``DynamicBatchSampler``).
 
     Raises:

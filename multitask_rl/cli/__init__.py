@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import multitask_rl
 from multitask_rl.boundary.printable import one_line, redact_text
-from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.schema.build import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, with_notes
 from multitask_rl.lazy import without_collector
 
@@ -161,9 +161,7 @@ def run_command(arguments: list[str]) -> int:
         print("\n".join(f"multitask-rl {own}  {COMMANDS[own][1]}" for own in group))
         return 0
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command {name!r}{suggest(name, COMMANDS)} (commands: {', '.join(COMMANDS)})"
-        )
+        raise ConfigError(unknown_name("command", name, COMMANDS))
     with without_collector():
         command = pkgutil.resolve_name(f"multitask_rl.{COMMANDS[name][0]}")
     return command(arguments[words:]) or 0

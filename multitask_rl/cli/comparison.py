@@ -455,8 +455,8 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
 def costs(
     arms: Sequence[Arm],
     spendings: Sequence[Sequence[Spending]],
-    step: int | None = None,
-    level: float | None = None,
+    step: int | None,
+    level: float | None,
 ) -> dict[str, Any]:
     """Return what the arms have spent, and what each has spent until it reached a level.
 

@@ -18,7 +18,7 @@ import multitask_rl
 from multitask_rl.config.devices import count_cuda_devices, parse_devices
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import ModelConfig
-from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.schema.build import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, is_installed, path_errors
 from multitask_rl.plugins import TASKS, list_plugins, load_plugin
 
@@ -121,9 +121,7 @@ def _tasks(text: str) -> list[str]:
     known += sorted({info.name for info in list_plugins(TASKS)})
     for name in names:
         if name not in known:
-            raise ConfigError(
-                f"--tasks: no task {name!r}{suggest(name, known)} (there are {', '.join(known)})"
-            )
+            raise ConfigError(f"--tasks: {unknown_name('task', name, known)}")
     if not names:
         raise ConfigError(f"--tasks: give at least one of {', '.join(known)}")
     return list(dict.fromkeys(names))

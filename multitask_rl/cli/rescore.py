@@ -20,7 +20,7 @@ from scipy.stats import rankdata
 
 from multitask_rl.boundary.printable import aligned, one_line, printable, redacted_keys
 from multitask_rl.config.run import RECORD, ScoringConfig, as_given
-from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
@@ -161,9 +161,7 @@ def _selected(
     """Return the tasks to score, with the rewards to score by and without constraints."""
     for name in options.task or ():
         if name not in specs:
-            raise ConfigError(
-                f"--task: unknown task {name!r}{suggest(name, specs)} (tasks: {', '.join(specs)})"
-            )
+            raise ConfigError(f"--task: {unknown_name('task', name, specs)}")
     wanted, reward, config = list(options.task or specs), options.reward, options.config
     stored = dict.fromkeys(str(line["task"]) for line in lines)
     chosen = {}

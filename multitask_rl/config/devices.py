@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.schema.build import unknown_name
 from multitask_rl.errors import ConfigError
 
 _ROLES = ("actor", "critic", "reference", "rollout")
@@ -122,13 +122,9 @@ def parse_device_map(
         kind, dot, task = role.partition(".")
         if (dot and kind not in _PER_TASK) or (not dot and role not in _ROLES):
             known = [*_ROLES, *(f"{k}.<task>" for k in _PER_TASK)]
-            raise ConfigError(
-                f"device_map.{role}: unknown role{suggest(role, known)} (allowed: {', '.join(known)})"
-            )
+            raise ConfigError(f"device_map: {unknown_name('role', role, known)}")
         if dot and tasks is not None and task not in tasks:
-            raise ConfigError(
-                f"device_map.{role}: no task {task!r}{suggest(task, tasks)} (tasks: {', '.join(tasks)})"
-            )
+            raise ConfigError(f"device_map.{role}: {unknown_name('task', task, tasks)}")
         devices = parsed[role] = parse_devices(text, f"device_map.{role}")
         if devices.kind == "cpu" and devices.indices and role != "actor":
             raise ConfigError(

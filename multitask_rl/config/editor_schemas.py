@@ -84,7 +84,7 @@ def _installed(group: str) -> list[str]:
     return [info.name for info in list_plugins(group)]
 
 
-def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = False) -> dict[str, Any]:
+def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool) -> dict[str, Any]:
     """Return the schema of the mappings that ``build_dataclass`` accepts for the dataclass ``cls``.
 
     ``skip`` names fields that are not keys; ``references`` allows ``REFERENCE`` as a value.
@@ -103,7 +103,7 @@ def object_schema(cls: Any, *, skip: Iterable[str] = (), references: bool = Fals
     return {"type": "object", "properties": properties, **needs, "additionalProperties": False}
 
 
-def value_schema(hint: Any, rules: Sequence[Rule] = (), *, references: bool = False) -> dict[str, Any]:
+def value_schema(hint: Any, rules: Sequence[Rule] = (), *, references: bool) -> dict[str, Any]:
     """Return the schema of a value of type ``hint`` that keeps ``rules``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:

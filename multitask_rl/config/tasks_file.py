@@ -25,8 +25,9 @@ from multitask_rl.config.checks import (
     check_tasks,
     is_file,
 )
-from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields, suggest
+from multitask_rl.config.schema.build import build_dataclass, check_keys, setting_fields
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
+from multitask_rl.config.schema.ranges import suggest, unknown_name
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec, short_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, raise_all
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
@@ -80,8 +81,7 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         if name not in entries:
             if entries and not set(_DEFINING) & set(given):
                 raise ConfigError(
-                    f"override: tasks.{name}: unknown task {name!r}{suggest(name, entries)} "
-                    f"(tasks: {', '.join(entries)}); {_NEW_TASK}"
+                    f"override: tasks.{name}: {unknown_name('task', name, entries)}; {_NEW_TASK}"
                 )
             where = Where("", where.path, {where.path: OVERRIDE})
         merged[name] = (_deep_merge(raw, given, where), where)
@@ -118,9 +118,7 @@ def fill_weights(names: Sequence[str], given: Mapping[str, float]) -> dict[str, 
     """
     for name, weight in given.items():
         if name not in names:
-            raise ConfigError(
-                f"weight of an unknown task {name!r}{suggest(name, names)} (tasks: {', '.join(names)})"
-            )
+            raise ConfigError(f"a weight names an {unknown_name('task', name, names)}")
         if not 0 <= weight < float("inf"):
             raise ConfigError(f"the weight of {name!r} must be a finite number >= 0, got {weight!r}")
     mean = sum(given.values()) / len(given) if given else 1.0
@@ -185,10 +183,8 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
         try:
-            if name not in defined and (hint := suggest(name, defined)):
-                raise ConfigError(
-                    f"{entry[1]}: unknown task {name!r}{hint} (tasks: {', '.join(defined)}); {_NEW_TASK}"
-                )
+            if name not in defined and suggest(name, defined):
+                raise ConfigError(f"{entry[1]}: {unknown_name('task', name, defined)}; {_NEW_TASK}")
             specs[name] = _task(name, *entry)
             check_task(specs[name], entry[1], need_data=False)
         except MultitaskRLError as error:

@@ -45,7 +45,7 @@ class Conversion:
         defaults: Mapping[str, Any],
         reasons: Mapping[str, str],
         *,
-        num_rows: int | None = None,
+        num_rows: int | None,
     ) -> None:
         self.source = source
         self.given = dict(given)
@@ -102,6 +102,20 @@ class Conversion:
         """Write ``key`` with the value of ``option``, as a ``kind`` (``float``, ``list``) if one is given."""
         value = self.get(option)
         self.put(key, value if kind is None else kind(value), option, differs=differs)
+
+    def put_engine(
+        self, engine: str, option: str, prefix: str, parallel: str = "tensor_parallel_size"
+    ) -> None:
+        """Write the engine that ``option`` names: vllm with its options ``<prefix>...``, else hf."""
+        if engine != "vllm":
+            self.leave(option, f"{engine!r}: the engines are hf and vllm; hf is written")
+            self.put("rollout.engine", "hf")
+            return
+        self.put("rollout.engine", "vllm", option)
+        memory = "gpu_memory_utilization"
+        for key, name in ((memory, memory), ("tensor_parallel_size", parallel)):
+            if self.get(f"{prefix}{name}") is not None:
+                self.carry(f"rollout.engine_config.{key}", f"{prefix}{name}")
 
     def note(self, key: str, *options: str, differs: str = "") -> None:
         """Say that ``options`` became ``key``."""

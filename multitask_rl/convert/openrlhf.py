@@ -493,9 +493,7 @@ def _put_run(c: Conversion) -> None:
     c.carry("rollout.temperature", "rollout.temperature", float)
     c.carry("rollout.top_p", "rollout.top_p", float)
     if c.get("vllm.num_engines"):
-        c.put("rollout.engine", "vllm", "vllm.num_engines")
-        for name in ("gpu_memory_utilization", "tensor_parallel_size"):
-            c.carry(f"rollout.engine_config.{name}", f"vllm.{name}")
+        c.put_engine("vllm", "vllm.num_engines", "vllm.")
     c.carry("optimizer.learning_rate", "actor.adam.lr", float)
     c.carry("optimizer.betas", "actor.adam.betas", list)
     c.carry("optimizer.adam_eps", "actor.adam.eps", float)

@@ -542,16 +542,8 @@ def _put_run(c: Conversion) -> None:
     c.carry("rollout.top_p", f"{_SAMPLING}.top_p", float)
     c.put("rollout.top_k", max(0, int(c.get(f"{_SAMPLING}.top_k"))), f"{_SAMPLING}.top_k")
     c.get(f"{_SAMPLING}.max_new_tokens"), c.get(f"{_SAMPLING}.num_return_sequences")
-    engine = c.get(name := "actor_infer.strategy_args.strategy_name")
-    if engine == "vllm":
-        c.put("rollout.engine", "vllm", name)
-        settings = "actor_infer.strategy_args.strategy_config"
-        for key in ("gpu_memory_utilization", "tensor_parallel_size"):
-            if c.get(f"{settings}.{key}") is not None:
-                c.carry(f"rollout.engine_config.{key}", f"{settings}.{key}")
-    else:
-        c.leave(name, f"{engine!r}: the engines are hf and vllm; hf is written")
-        c.put("rollout.engine", "hf")
+    engine = "actor_infer.strategy_args.strategy_name"
+    c.put_engine(c.get(engine), engine, "actor_infer.strategy_args.strategy_config.")
     c.carry("eval.temperature", f"{_VALIDATION}.temperature", float)
     c.carry("task.eval_samples", f"{_VALIDATION}.num_return_sequences")
     c.carry("optimizer.learning_rate", f"{_ARGS}.learning_rate", float)

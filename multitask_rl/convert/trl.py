@@ -427,9 +427,7 @@ def _put_run(c: Conversion, script: Script) -> None:
     c.carry("rollout.top_p", "top_p", float)
     c.put("rollout.top_k", max(0, c.get("top_k") or 0), "top_k")
     if c.get("use_vllm"):
-        c.put("rollout.engine", "vllm", "use_vllm")
-        for name in ("gpu_memory_utilization", "tensor_parallel_size"):
-            c.carry(f"rollout.engine_config.{name}", f"vllm_{name}")
+        c.put_engine("vllm", "use_vllm", "vllm_")
     c.carry("optimizer.learning_rate", "learning_rate", float)
     c.put("optimizer.betas", [c.get("adam_beta1"), c.get("adam_beta2")], "adam_beta1", "adam_beta2")
     c.carry("optimizer.adam_eps", "adam_epsilon", float)

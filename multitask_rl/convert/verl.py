@@ -418,13 +418,7 @@ def _put_run(c: Conversion) -> None:
     c.carry("rollout.temperature", f"{_R}.temperature", float)
     c.carry("rollout.top_p", f"{_R}.top_p", float)
     c.put("rollout.top_k", max(0, c.get(f"{_R}.top_k")), f"{_R}.top_k")
-    if c.get(f"{_R}.name") == "vllm":
-        c.put("rollout.engine", "vllm", f"{_R}.name")
-        c.carry("rollout.engine_config.gpu_memory_utilization", f"{_R}.gpu_memory_utilization")
-        c.carry("rollout.engine_config.tensor_parallel_size", f"{_R}.tensor_model_parallel_size")
-    else:
-        c.leave(f"{_R}.name", f"{c.get(f'{_R}.name')!r}: the engines are hf and vllm; hf is written")
-        c.put("rollout.engine", "hf")
+    c.put_engine(c.get(f"{_R}.name"), f"{_R}.name", f"{_R}.", "tensor_model_parallel_size")
     greedy = not c.get(f"{_R}.val_kwargs.do_sample")
     heat = f"{_R}.val_kwargs.temperature"
     c.put("eval.temperature", 0.0 if greedy else float(c.get(heat)), heat, f"{_R}.val_kwargs.do_sample")

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Fraction, Settings
 from multitask_rl.curriculum.base import SchedulerPolicy
@@ -154,10 +154,7 @@ class DynamicTaskWeightScheduler:
         named = [("initial_weights", name) for name in given] + [("min_share", n) for n in min_shares or {}]
         for key, name in named:
             if name not in tasks:
-                raise ConfigError(
-                    f"{key} names the task {name!r}, which does not exist{suggest(name, tasks)} "
-                    f"(known tasks: {', '.join(tasks)})"
-                )
+                raise ConfigError(f"{key}: {unknown_name('task', name, tasks)}")
         mean = math.fsum(given.values()) / len(given) if given else 1.0
         weights = {task: given.get(task, mean) for task in tasks}
         if math.fsum(weights.values()) > 0.0:

@@ -12,10 +12,11 @@ from typing import Any
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.environments.base import Message, Opening, StepResult, World
 from multitask_rl.environments.endpoint import AgentWorld
-from multitask_rl.environments.foreign import FOREIGN, TrlWorld, build_foreign
+from multitask_rl.environments.foreign import FOREIGN, TrlWorld
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.plugins import ENVIRONMENTS, REWARDS, Located, build_plugin, locate
+from multitask_rl.scoring.foreign import build_foreign
 
 _LOADING = threading.Lock()
 
@@ -62,7 +63,7 @@ class WorldSpec:
             if is_trl and not rest:
                 raise PluginError(f"{self.where}: nothing follows 'trl:'; expected 'trl:file.py:Class'")
             if separator and prefix in FOREIGN:
-                found = build_foreign(prefix, rest, self.where)
+                found = build_foreign(FOREIGN, self.reference, self.where)
             else:
                 found = locate(rest if is_trl else self.reference, ENVIRONMENTS, self.where)
             if is_trl and (name := config.pop("reward_function", None)):

@@ -221,6 +221,7 @@ class Agent(AgentWorld):
 
     expects: ClassVar[str] = "'agent:file.py:function' or 'agent:package.module:function'"
     target: ClassVar[str] = ""
+    where: ClassVar[str] = ""
     function: ClassVar[Callable[..., Any]]
 
     @dataclass(kw_only=True, slots=True)
@@ -234,6 +235,22 @@ class Agent(AgentWorld):
         ``max_response_tokens``) ended the episode, at most half of ``turn_timeout_s``; then it earned nothing
         (``unfinished`` of the reward ``environment``)."""
 
+    def __init_subclass__(cls) -> None:
+        """Find the function, as ``build_foreign`` makes the class of a reference.
+
+        Raises:
+            PluginError: there is none, or it does not take an address, a key and a row.
+        """
+        found = locate(cls.target, ENVIRONMENTS, cls.where).value
+        try:
+            if isinstance(found, type):
+                raise TypeError("it is a class")
+            inspect.signature(found).bind_partial("base_url", "api_key", {})
+        except (TypeError, ValueError) as error:
+            message = f"{cls.where}: {cls.target!r} is no function run(base_url, api_key, row) ({error})"
+            raise PluginError(message) from error
+        cls.function = staticmethod(found)
+
     def __init__(self, config: Agent.Config) -> None:
         super().__init__()
         self.grace_s = config.grace_s
@@ -246,24 +263,6 @@ class Agent(AgentWorld):
     def run(self, base_url: str, api_key: str, row: Mapping[str, Any]) -> Any:
         """Call the function."""
         return self.function(base_url, api_key, row, **self._arguments)
-
-
-def agent_function(target: str, where: str) -> Callable[..., Any]:
-    """Return the function of ``agent:<target>``, which stands at ``where``.
-
-    Raises:
-        PluginError: there is none, or it does not take an address, a key and a row.
-    """
-    found = locate(target, ENVIRONMENTS, where).value
-    try:
-        if isinstance(found, type):
-            raise TypeError("it is a class")
-        inspect.signature(found).bind_partial("base_url", "api_key", {})
-    except (TypeError, ValueError) as error:
-        message = f"{where}: {target!r} is no function run(base_url, api_key, row) ({error})"
-        raise PluginError(message) from error
-    function: Callable[..., Any] = found
-    return function
 
 
 class Endpoint:

@@ -31,10 +31,9 @@ import yaml
 from multitask_rl.data.reasoning_gym import answer_in, create_generator, entry_of, score_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
-from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld, agent_function
+from multitask_rl.environments.endpoint import ENDPOINT, MODEL, Agent, AgentWorld
 from multitask_rl.environments.tools import ToolWorld
 from multitask_rl.errors import DataError, PluginError, import_extra
-from multitask_rl.plugins import Located
 from multitask_rl.scoring.foreign import import_verifiers
 
 
@@ -479,19 +478,3 @@ FOREIGN: dict[str, Any] = {
     "agent": Agent,
 }
 """The worlds by prefix."""
-
-
-def build_foreign(prefix: str, target: str, where: str) -> Located:
-    """Return the ``World`` class for ``<prefix>:<target>``.
-
-    Raises:
-        PluginError: nothing follows the prefix, or an agent is no function.
-    """
-    base = FOREIGN[prefix]
-    if not target:
-        raise PluginError(f"{where}: nothing follows {prefix!r}; expected {base.expects}")
-    attributes: dict[str, Any] = {"target": target, "__module__": __name__}
-    if base is Agent:
-        attributes["function"] = staticmethod(agent_function(target, where))
-    value = type(base.__name__, (base,), attributes)
-    return Located(value, f"{prefix}:{target.rpartition(':')[2] or target}", "")

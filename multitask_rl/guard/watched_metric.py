@@ -310,7 +310,7 @@ def build_watched(
     entries: Sequence[str],
     tasks: Collection[str],
     directions: Mapping[str, str],
-    metrics: Mapping[str, Mapping[str, bool]] | None = None,
+    metrics: Mapping[str, Mapping[str, bool]] | None,
 ) -> list[WatchedMetric]:
     """Return what to watch; without entries the primary metric of every task.
 

@@ -417,13 +417,13 @@ def default_device(device: str = "") -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def weight_dtype(config: ModelConfig, device: str = "") -> torch.dtype:
+def weight_dtype(config: ModelConfig, device: str) -> torch.dtype:
     """Return the type of the weights; ``auto`` is bfloat16 on CUDA, else float32."""
     usual = torch.bfloat16 if default_device(device).startswith("cuda") else torch.float32
     return DTYPES.get(config.dtype, usual)
 
 
-def check_attention(config: ModelConfig, device: str = "") -> None:
+def check_attention(config: ModelConfig, device: str) -> None:
     """Raise ``ConfigError`` for an attention that is unknown, missing, or cannot train on ``device``."""
     from transformers import utils
 

@@ -198,7 +198,7 @@ def _adapted_weight(name: str, layer: Any) -> str:
     return f"{name}.{_parameter_of(layer) or 'weight'}"
 
 
-def merged_weights(model: Any, weights: Mapping[str, Tensor] | None = None) -> MergedWeights:
+def merged_weights(model: Any, weights: Mapping[str, Tensor] | None) -> MergedWeights:
     """Return the weights of the base model with the adapters merged in; the model is unchanged.
 
     ``weights`` are those of the base model, by name in ``model``, if they are not there.

@@ -97,12 +97,12 @@ def find_plugin(kind: str, reference: str, where: str) -> PluginSource:
         PluginError: unknown, broken, or neither a function nor a class with the method of its kind.
         MissingExtraError: it needs an optional dependency that is not installed.
     """
-    prefix, separator, rest = reference.partition(":")
+    prefix, separator, _ = reference.partition(":")
     if separator and prefix in FOREIGN:
         if kind == "constraint":
             what = f"the prefix {prefix!r} is for rewards; {reference!r} is a constraint here"
             raise PluginError(f"{where}: {what}")
-        located = build_foreign(prefix, rest, where)
+        located = build_foreign(FOREIGN, reference, where)
     else:
         located = locate(reference, _GROUP[kind], where)
     value, method, other = located.value, _METHOD[kind], "judge" if kind == "reward" else "score"

@@ -342,12 +342,17 @@ FOREIGN: dict[str, type[ForeignReward]] = {
 }
 
 
-def build_foreign(prefix: str, target: str, where: str) -> Located:
-    """Return a reward class for ``<prefix>:<target>``; ``PluginError`` if nothing follows the prefix."""
-    base = FOREIGN[prefix]
+def build_foreign(adapters: Mapping[str, Any], reference: str, where: str) -> Located:
+    """Return a subclass, with ``target`` and ``where``, of the adapter for ``<prefix>:<target>``.
+
+    Raises:
+        PluginError: nothing follows the prefix.
+    """
+    prefix, _, target = reference.partition(":")
+    base = adapters[prefix]
     if not target:
         raise PluginError(f"{where}: nothing follows {prefix!r}; expected {base.expects}")
-    value = type(base.__name__, (base,), {"target": target, "where": where, "__module__": __name__})
+    value = type(base.__name__, (base,), {"target": target, "where": where, "__module__": base.__module__})
     return Located(value, f"{prefix}:{target.rpartition(':')[2] or target}", "")
 
 

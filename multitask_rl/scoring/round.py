@@ -90,7 +90,7 @@ class Round(Generic[T]):
         cache: OrderedDict[bytes, Result],
         lock: threading.Lock,
         collect: Callable[[Round[T], Sequence[int]], list[T]],
-        only: Sequence[Collection[str]] | None = None,
+        only: Sequence[Collection[str]] | None,
     ) -> None:
         self.only = only
         self.rollouts: list[Rollout] = []

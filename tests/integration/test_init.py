@@ -93,7 +93,7 @@ def test_what_is_fetched_from_the_hub_is_told_with_what_to_do_without_a_network(
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--tasks", "gsm8"], "--tasks: no task 'gsm8'; did you mean 'gsm8k'?"),
+        (["--tasks", "gsm8"], "--tasks: unknown task 'gsm8'; did you mean 'gsm8k'?"),
         (["--tasks", ","], "--tasks: give at least one of own"),
         (["--device", "cuda:97"], "--device: cuda:97 is not on this machine"),
         (["--device", "gpu"], "--device"),

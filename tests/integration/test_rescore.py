@@ -113,7 +113,7 @@ def test_mistakes_are_named(
     folder = str(run / "run")
     for arguments, message in (
         (["--reward", "exact_mach"], "Did you mean 'exact_match'"),
-        (["--task", "cpy"], "--task: unknown task 'cpy'; did you mean 'copy'? (tasks: copy)"),
+        (["--task", "cpy"], "--task: unknown task 'cpy'; did you mean 'copy'? (allowed: copy)"),
         (
             ["--against", "short"],
             "stored no reward 'short'; did you mean 'is_short'? (stored: is_short, reward, starts_right)",

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from multitask_rl.config.schema.located_yaml import Where, check_plain
-from multitask_rl.config.schema.ranges import check_value, field_hints, suggest
+from multitask_rl.config.schema.ranges import check_value, field_hints, suggest, unknown_name
 from multitask_rl.errors import ConfigError
 
-__all__ = ["build_dataclass", "build_parts", "check_keys", "setting_fields", "suggest"]
+__all__ = ["build_dataclass", "build_parts", "check_keys", "setting_fields", "suggest", "unknown_name"]
 
 T = TypeVar("T")
 
@@ -29,10 +29,7 @@ def check_keys(given: Iterable[str], allowed: Iterable[str], where: Where) -> No
     allowed = sorted(allowed)
     for key in given:
         if key not in allowed:
-            raise ConfigError(
-                f"{where.at(key)}: unknown key {key!r}{suggest(key, allowed)} (allowed: "
-                f"{', '.join(allowed) or 'none'})"
-            )
+            raise ConfigError(f"{where.at(key)}: {unknown_name('key', key, allowed)}")
 
 
 def setting_fields(cls: Any, skip: Iterable[str] = ()) -> list[dataclasses.Field[Any]]:

@@ -24,6 +24,12 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> str:
+    """Return ``unknown <kind> '<name>'; did you mean 'x'? (allowed: x, y)``."""
+    known = list(known)
+    return f"unknown {kind} {name!r}{suggest(name, known)} (allowed: {', '.join(known) or 'none'})"
+
+
 class Range:
     """A rule: the value is a finite number in an interval such as ``[0, 1)`` or ``(0, inf)``.
 

@@ -30,7 +30,7 @@ def abi_version() -> int:
         return 0
 
 
-def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterable[str] = ()) -> None:
+def restrict_to(readable: Iterable[str], devices: Iterable[str], listed: Iterable[str]) -> None:
     """Confine this process, and all it starts, to these paths; ``OSError`` if the kernel has no Landlock.
 
     Files, and directories with all below, are ``readable``; ``devices`` are read and written; in ``listed``

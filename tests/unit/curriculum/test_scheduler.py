@@ -164,7 +164,7 @@ def test_initial_weights_hold_until_there_are_statistics() -> None:
 
 def test_unknown_task_is_an_error_that_names_the_known_ones() -> None:
     scheduler = DynamicTaskWeightScheduler({"maths": 1.0})
-    with pytest.raises(ConfigError, match=r"'maths'.*did you mean 'math'.*known tasks: math, code"):
+    with pytest.raises(ConfigError, match=r"'maths'.*did you mean 'math'.*allowed: math, code"):
         scheduler.bind(["math", "code"])
 
 

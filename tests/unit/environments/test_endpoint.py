@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from multitask_rl.environments.endpoint import Agent, RefusedError
-from multitask_rl.environments.foreign import build_foreign
+from multitask_rl.environments.foreign import FOREIGN
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import build_plugin
+from multitask_rl.scoring.foreign import build_foreign
 
 
 def post(url: str, key: str, headers: dict[str, str] | None = None, **body: Any) -> Any:
@@ -45,7 +46,7 @@ def world(tmp_path, source: str, **config: Any) -> Agent:
 
 
 def build(target: str, **config: Any) -> Agent:
-    kind = build_foreign("agent", target, "environment").value
+    kind = build_foreign(FOREIGN, f"agent:{target}", "environment").value
     agent: Agent = build_plugin(kind, config, where="environment_config")
     return agent
 

@@ -17,17 +17,17 @@ import pytest
 
 from multitask_rl.environments import foreign
 from multitask_rl.environments.adapt import WorldSpec
-from multitask_rl.environments.foreign import build_foreign
+from multitask_rl.environments.foreign import FOREIGN
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, PluginError
 from multitask_rl.plugins import build_plugin
+from multitask_rl.scoring.foreign import build_foreign
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "foreign_environments"
 WHERE = "tasks.t.environment"
 
 
 def build(reference: str, **config):
-    prefix, _, target = reference.partition(":")
-    return build_plugin(build_foreign(prefix, target, WHERE).value, config, where=f"{WHERE}_config")
+    return build_plugin(build_foreign(FOREIGN, reference, WHERE).value, config, where=f"{WHERE}_config")
 
 
 def say(world, text: str):
@@ -40,7 +40,7 @@ def call(name: str, **arguments) -> str:
 
 def test_a_prefix_without_a_target_says_what_is_expected():
     with pytest.raises(PluginError, match="expected 'openenv:http"):
-        build_foreign("openenv", "", WHERE)
+        build_foreign(FOREIGN, "openenv:", WHERE)
 
 
 @pytest.mark.parametrize(
