@@ -182,11 +182,11 @@ class Turn:
 
 @dataclass(kw_only=True, slots=True)
 class Rollout:
-    """One sampled response, token-exact as the engine produced it; or an episode, whose turns are answers.
+    """One sampled response with the engine's exact tokens, or an episode of several answers (``turns``).
 
-    ``response_ids`` and ``rollout_logprobs`` of an episode hold the tokens of all its answers, one after the
-    other, and no others: tokens of the world are in ``turns``. Everything that counts or learns from tokens
-    reads the former and so never meets a token that the actor did not sample.
+    ``response_ids`` and ``rollout_logprobs`` of an episode hold the tokens of all answers, one after the
+    other. Tokens of the world are in ``turns`` only. So metrics and losses, which read the former, contain
+    only tokens that the actor sampled.
     """
 
     prompt: Prompt
@@ -306,14 +306,14 @@ class Scored:
     """(weight, value) of each summand of ``reward``: rewards (negative weight if lower is better), then
     penalties, in the same order in all records of a task; NaN = not applicable."""
     cost: float = 0.0
-    """Largest cost of one mode, in [0, 1]: of its ``lagrangian`` constraints; without such, of its
-    penalties with a weight; without these, of those that reject. 0 if none of them applies."""
+    """Largest cost, in [0, 1], of the constraints of one mode: ``lagrangian``; if the task has none,
+    ``penalty`` with a weight; if it has none, ``reject``. 0 = none of them applies."""
     concerned: bool = True
-    """False: no constraint that ``cost`` is taken from applies; the mean ``cost`` leaves the sample out."""
+    """False: none of the constraints behind ``cost`` applies, so the mean ``cost`` leaves the sample out."""
     failure: Failure | None = None
     """The first failure that made ``reward`` None."""
     tokens: TokenRecord | None = None
-    """Of a record that trackers get; None before."""
+    """Set before trackers get the record; None = not set yet."""
 
 
 def is_sum_of_terms(scored: Scored) -> bool:
@@ -372,7 +372,7 @@ class TrainSample:
         return tokens[: sampled[-1] + 1] if sampled else [], sampled
 
     def split(self) -> list[TrainSample]:
-        """Return the samples to train on: one, which is cut before each turn with a context of its own.
+        """Return the samples to train on: this one, cut before each turn that has its own context.
 
         Parts without a sampled token are left out.
         """
@@ -523,13 +523,13 @@ class TaskEvaluation:
 def rename_tasks(
     by_task: Mapping[str, T], renamed: Mapping[str, str] | None, known: Collection[str] | None = None
 ) -> dict[str, T]:
-    """Return ``by_task`` (keys ``task``, ``task/...``) by new names; only those ``known`` (None = all)."""
+    """Return ``by_task`` with renamed keys (``task``, ``task/...``); only of tasks ``known`` (None = all)."""
     found = {rename_task(key, renamed): value for key, value in by_task.items()}
     return {key: value for key, value in found.items() if known is None or key in known}
 
 
 def rename_task(key: str, renamed: Mapping[str, str] | None) -> str:
-    """Return ``key``, ``task`` or ``task/...``, with the present name of the task."""
+    """Return ``key`` (``task`` or ``task/...``) with the task's present name."""
     task, slash, rest = key.partition("/")
     return f"{(renamed or {}).get(task, task)}{slash}{rest}"
 
@@ -545,7 +545,7 @@ class DatasetRecord:
     num_rows: int | None
     """None = streamed: unknown."""
     digest: Callable[[], str]
-    """Computes a hash of the rows, of streamed ones of the first; it reads them all."""
+    """Computes a hash of all rows, which it reads; of a streamed data set, of the first rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -48,10 +48,10 @@ from multitask_rl.tracking.reading import Evaluation, RunRecord, former_names
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
 
 _MOST_KEYS = 3
-"""Keys of configuration with a column each in the table of arms."""
+"""Most configuration keys with a column in the table of arms."""
 _MOST_NAME = 60
 _MOST_TABLES = 4
-"""Comparisons printed as a table each; of more the table of arms says what there is to say."""
+"""Most comparisons printed as tables of their own; with more, only the table of arms is printed."""
 
 
 def main_compare(argv: Sequence[str]) -> int:
@@ -132,7 +132,7 @@ class Arm:
     runs: list[RunRecord]
     name: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Dotted key -> value, without what makes no arm."""
+    """Dotted key -> value, without keys that do not tell arms apart."""
 
     @property
     def seeds(self) -> list[Any]:
@@ -230,10 +230,10 @@ def group_runs(
     each_run: bool = False,
     ignore: Sequence[str] = (),
 ) -> list[Arm]:
-    """Return the arms in the order of their first runs; runs that are there twice go to ``left_out``.
+    """Return the arms in the order of their first runs; copies of a run go to ``left_out``.
 
-    A run without a recorded configuration is an arm of its own. So is a run with configuration and seed of
-    another one whose evaluations differ from its: code, data or hardware differ.
+    A run is an arm of its own if it has no recorded configuration. So is a run that has the configuration and
+    the seed of another run, but other evaluations: code, data or hardware differ.
     """
     left_out = {} if left_out is None else left_out
     arms: list[Arm] = []
@@ -282,9 +282,9 @@ def group_runs(
 def _with_defaults(
     config: Mapping[str, Any], of_run: Mapping[str, Any], of_task: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a recorded configuration with today's default for each key that its version did not have yet.
+    """Return a recorded configuration, with today's default for each key that its version did not have.
 
-    So runs from before and after an update do not differ by the keys that the update brought.
+    So runs from before and after an update do not differ by new keys.
     """
     if not config:
         return {}
@@ -458,10 +458,10 @@ def costs(
     step: int | None,
     level: float | None,
 ) -> dict[str, Any]:
-    """Return what the arms have spent, and what each has spent until it reached a level.
+    """Return what each arm spent in total, and what it spent until it reached a level.
 
-    Without ``level`` it is the mean of the first arm at ``step`` (None = its last), per task. A run reaches
-    it with the first evaluation whose mean is as good. Numbers are means over the runs that have them.
+    ``level`` None = per task, the mean of the first arm at ``step`` (None = its last). A run reaches it with
+    the first evaluation whose mean is as good. Numbers are means over the runs that have them.
     """
     levels, base = {}, dict[str, Evaluation]()
     for task in arms[0].tasks:
@@ -478,7 +478,7 @@ def costs(
         for task, goal in levels.items():
             found = []
             for run, spending in zip(arm.runs, of_runs, strict=True):
-                # a run may be judged by another metric, or have been before a resume
+                # a run may have another primary metric, now or before a resume
                 own = [e for e in run.evaluations.get(task, ()) if are_alike(e, base[task])]
                 if own:
                     found.append(next((spending.at(e.step) for e in own if _is_as_good(e, goal)), None))
@@ -521,7 +521,7 @@ def _pair(
 
 
 def _effects(arms: Sequence[Arm], step: int | None) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return trained task -> task -> its last evaluation against the first one alike, of arms of one task.
+    """Return trained task -> task -> its last evaluation against its first comparable one.
 
     Empty unless each arm trains on exactly one task, and no two on the same.
     """
@@ -596,7 +596,7 @@ def _arm(arm: Arm, step: int | None) -> dict[str, Any]:
 
 
 def _notes(arms: Sequence[Arm], step: int | None) -> list[str]:
-    """Return what a reader of the table has to know of the runs."""
+    """Return notes on the runs for readers of the table."""
     runs = [run for arm in arms for run in arm.runs]
     found = []
     last = {run.name: _last_step(run) for run in runs}
@@ -703,7 +703,7 @@ def _amount(value: float) -> str:
 def render_comparison(
     result: Mapping[str, Any], num_verdicts: int = 0, runs: Mapping[str, Sequence[str]] | None = None
 ) -> str:
-    """Return the table of one comparison; ``num_verdicts`` are read together, if more than its own."""
+    """Return the table of one comparison; ``num_verdicts``: verdicts corrected together, if more than its."""
     counts = dict.fromkeys(("better", "worse", "not told apart", "unknown"), 0)
     for row in result["tasks"].values():
         counts[row["verdict"]] += 1

@@ -30,7 +30,8 @@ _STEPS_BETWEEN_REPORTS = 10
 
 _MIN_INFORMATIVE = 0.02
 _RELEASE_INFORMATIVE = 0.05
-"""Above ``_MIN_INFORMATIVE``, so that a task does not flip between held and released."""
+"""Informative share above which a held task is released; above ``_MIN_INFORMATIVE``, so that a task does not
+flip between held and released."""
 _STEPS = 200
 _LEARNT = 0.9
 """Part of the target above which groups without variance mean "solved", not "hopeless"."""
@@ -45,8 +46,8 @@ class SchedulerConfig(Settings):
     min_weight: Fraction | None = None
     """Floor of every task's share; None = 0.1, or 0.2 / number of tasks where that is smaller."""
     metric_key: str = REWARD_SCORE
-    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats. Its
-    level is its place in the range that it declares; without one, in [0, 1]."""
+    """What the policy watches: ``reward_score`` (training reward) or a metric of the step's task stats. The
+    level of a task is the metric's place in its declared range, or in [0, 1] if it declares none."""
     policy_config: dict[str, Any] = field(default_factory=dict)
     """Further keys of the policy's ``Config``, such as ``patience`` of the policy ``patience``."""
 

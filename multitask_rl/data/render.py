@@ -1,4 +1,4 @@
-"""A row into the prompt the model sees, special tokens exactly once; whether rows make prompts at all."""
+"""Renders rows as the prompts that the model sees, special tokens exactly once; checks rows for it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
 def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """Return the prompt's text and token ids.
 
-    With a chat template (``spec.chat`` None = if the tokenizer has one) the rendered prompt becomes the
-    user's message and the chat template's text carries all special tokens; without one the tokenizer adds
-    what it adds in front. Where the prompt template is one column alone and the column holds a list of chat
-    messages, these are used as they are, but for ``spec.system``, which replaces a system message of theirs.
+    - With a chat template (``spec.chat``; None = if the tokenizer has one), the filled prompt template is the
+      user's message, and all special tokens come from the chat template.
+    - Without one, the tokenizer adds its special tokens in front.
+    - If the prompt template is one column that holds a list of chat messages, these are used as they are;
+      ``spec.system`` replaces their system message.
 
-    What the row holds is text: a special token written out in it (``<|im_end|>``) is encoded as ordinary
-    characters: a row opens no turn of the chat. A row whose column ``special_tokens`` is true means them.
+    The row holds text: a special token written out in it (``<|im_end|>``) is encoded as ordinary characters,
+    so that a row cannot open a turn of the chat. A true column ``special_tokens`` lets it be a special token.
 
     Returns:
         ``(text, prompt_ids)``; prompt_ids [P], P >= 1.
@@ -48,13 +49,15 @@ class Conversation:
     messages are text, as a row is: a special token written out in them opens no turn.
 
     Args:
-        spec: of the task; raises as ``render_prompt``, with ``row``.
-        row: of the data.
-        tokenizer: of the actor.
-        messages: of the world, behind those of the prompt.
-        suffix: of the world, at the end of the last user message.
+        spec: the task.
+        row: the row of the data.
+        tokenizer: the actor's.
+        messages: the world's first messages, after those of the prompt.
+        suffix: the world's text at the end of the last user message.
         tools: JSON schemas for the chat template.
-        is_whole: ``messages`` are all; the row's prompt is not shown.
+        is_whole: ``messages`` are the whole conversation; the row's prompt is not shown.
+
+    Raises: see ``render_prompt``.
     """
 
     def __init__(
@@ -110,8 +113,8 @@ class Conversation:
         """Add an answer of the actor and the world's reply.
 
         Returns:
-            The tokens between this answer and the next; and the whole next context [C] if the chat template
-            has rewritten what was said before, else None.
+            The tokens between this answer and the next. Then, if the chat template has rewritten earlier
+            messages, the whole context [C] of the next answer, else None.
 
         Raises:
             DataError: the chat template refuses the conversation.
@@ -331,7 +334,7 @@ def check_rows(
 
     Args:
         spec: the task; the columns of its prompt template must hold something.
-        rows: its rows; of a generator, whose rows all have the same columns, four are looked at.
+        rows: its rows; of a generator only four, because its rows all have the same columns.
         needs: further columns that must hold something.
         parameters: columns that may be null.
 

@@ -33,12 +33,12 @@ _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
 _LOOK_EVERY_S = 1.0
 _MOST_GPUS = 64
-"""Of a machine."""
+"""Most GPUs of one machine."""
 _ENDS_WITHIN_S = 3.0
-"""Ray's processes after an interrupted start; what takes longer goes at the next start."""
+"""Seconds for Ray's processes to end after an interrupted start; the next start removes what is left."""
 _LOCK = "multitask_rl.lock"
 _MOST_CHARACTERS = 30
-"""Of the directory in which a cluster's own lies: names of sockets have at most 107 bytes."""
+"""Longest path of the directory that holds a cluster's own: a socket's path has at most 107 bytes."""
 
 
 @dataclass(slots=True)
@@ -46,12 +46,12 @@ class ActorCall:
     """A call to an actor that has not returned."""
 
     index: int
-    """Of the actor."""
+    """Index of the actor."""
     method: str
     limit_s: float = math.inf
     """An actor that has not answered after so many seconds of waiting is killed."""
     is_fatal: bool = False
-    """An actor whose method raises is killed, too, and the error is the cause of its death."""
+    """If the method raises, the actor is killed, and the error is the cause of its death."""
     silent_s: float = 0.0
     looked_at: float = field(default_factory=time.monotonic)
 
@@ -89,7 +89,7 @@ def _check_room(what: str, demand: Mapping[str, float]) -> None:
 
 @contextlib.contextmanager
 def _keeping_sigterm() -> Iterator[None]:
-    """Keep the handler of SIGTERM: Ray's start and end replace it, and a run would end before it saves."""
+    """Restore the SIGTERM handler, which Ray's start and end replace: a run must save before it ends."""
     handler = signal.getsignal(signal.SIGTERM)
     is_own = callable(handler) and threading.current_thread() is threading.main_thread()
     came = False
@@ -153,9 +153,9 @@ def _remove_dead_sessions(parent: Path) -> None:
 
 
 def _remove_session(directory: Path) -> None:
-    """Remove the directory. If a process may still write there, its lock stays, so that a later run does.
+    """Remove the directory. If a process may still write there, its lock stays, and a later run removes it.
 
-    An agent of Ray that was starting when its cluster died makes the directory again, without the lock.
+    An agent of Ray that was starting when its cluster died creates the directory again, without the lock.
     """
     # before what is left is listed: a process that ends in between has written all it will
     is_used = _is_named_by_process(directory)
@@ -170,7 +170,7 @@ def _remove_session(directory: Path) -> None:
 
 
 def _is_named_by_process(directory: Path) -> bool:
-    """Return whether a command line names ``directory``; without ``/proc`` (not Linux) False.
+    """Whether the command line of a process names ``directory``; False without ``/proc`` (not Linux).
 
     Ray's processes name it; an agent of Ray takes another title when it has made its directories.
     """
@@ -198,7 +198,7 @@ def _check_node() -> None:
 class _Host:
     """The Ray actor: holds one object, made at the first call, and calls its methods.
 
-    ``make`` is pickled: reading it imports what it uses, and the place of the actor is known before.
+    ``make`` is unpickled at the first call: its imports must not delay the placement of the actor.
     """
 
     def __init__(self, make: bytes, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
@@ -225,10 +225,10 @@ class _Gpu:
 
 
 def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
-    """Keep the GPUs that this process computes on from Ray's other actors; return what ends that.
+    """Reserve the GPUs of this process in Ray; return a function that frees them.
 
-    Ray counts all GPUs of a node as free. So an actor takes each one that is free on this node, and those
-    that got other GPUs end again. ``devices`` are torch's names of devices, of a CPU too.
+    Ray does not know which GPUs this process uses. So an actor takes each free GPU of this node, and the
+    actors on GPUs that are not in ``devices`` (torch's names; CPUs are ignored) end again.
 
     Raises:
         ConfigError: one of the GPUs is lent to other work.
@@ -291,7 +291,7 @@ class ActorGroup:
     _owns_cluster: ClassVar[bool] = False
     """The first group of this process started the cluster; the last one stops it."""
     _session: ClassVar[_Session | None] = None
-    """Of a cluster that ends with this process."""
+    """Directory of the cluster, if this process started it."""
 
     def __init__(
         self,
@@ -322,9 +322,9 @@ class ActorGroup:
         self._make: bytes = ray.cloudpickle.dumps(make)
         self._actors: list[Any] = [None] * size
         self._placed: dict[int, Any] = {}
-        """By index: a reference that is ready when the actor's process runs."""
+        """Index -> Ray's reference that is ready when the actor's process runs."""
         self.causes: dict[int, str] = {}
-        """By index, the newest last: what Ray says of the last death of an actor."""
+        """Index -> what Ray says of the actor's last death; the newest last."""
         if ActorGroup._session is not None:
             num_cpus = 0.0  # all parts share the cores of this machine, as they do without Ray
         number = size if started is None else min(started, size)
@@ -347,10 +347,10 @@ class ActorGroup:
         return len(self._actors)
 
     def replace(self, index: int, begin: Sequence[tuple[str, tuple[Any, ...]]] = ()) -> None:
-        """Start the actor ``index``, which is killed first if it is there.
+        """Start the actor ``index``; kill it first if it exists.
 
-        It runs the calls in ``begin`` before others; if one of them fails, it is dead. Without room in the
-        cluster it starts when there is some.
+        It makes the calls in ``begin`` before any other; if one of them fails, the actor is dead. If the
+        cluster has no room, the actor starts when there is some.
         """
         self.kill(index)
         self._actors[index] = self._host.remote(self._make, index, begin)
@@ -393,7 +393,7 @@ class ActorGroup:
         return self._actors[index].call.remote(method, *arguments)
 
     def first(self, calls: MutableMapping[Any, ActorCall]) -> tuple[int, Any, bool]:
-        """Wait for one of ``calls`` and remove it from them.
+        """Wait until one of ``calls`` is done, and remove it from ``calls``.
 
         Returns:
             The index of the actor, the result, and whether the actor died instead.
@@ -408,9 +408,9 @@ class ActorGroup:
         return calls.pop(reference).index, result, has_died
 
     def poll(self, calls: Mapping[Any, ActorCall], within: float) -> tuple[Any, Any, bool] | None:
-        """Return reference, result and whether the actor died, of one call that is done.
+        """Return (reference, result, whether the actor died) of a call that is done; None after ``within`` s.
 
-        ``calls`` stays as it is. None after ``within`` seconds.
+        ``calls`` is not changed.
         """
         import ray
 
@@ -460,7 +460,7 @@ class ActorGroup:
                 self.kill(call.index)
                 return None, True
             if isinstance(cause, MultitaskRLError):
-                # Ray raises a subclass of its own making; the first class of ours is the one that was raised
+                # Ray raises a subclass that it makes; our first class in its bases is the one that was raised
                 for own_class in type(cause).__mro__:
                     is_own = own_class.__module__ == MultitaskRLError.__module__
                     if is_own and issubclass(own_class, MultitaskRLError):

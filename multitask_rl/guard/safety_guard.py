@@ -34,7 +34,7 @@ _DEFAULTS = GuardConfig()
 _MAX_SNAPSHOTS = 64
 _GOES_ON = "; set guard.guard_config.on_changed_task=warn to go on with the task as it is"
 _OVERWHELMING = 2.0
-"""Evidence above this multiple of the limit needs no agreement of the stored evaluations."""
+"""Evidence above this multiple of its limit needs no confirmation by the stored evaluations."""
 
 
 class SafetyGuard(Guard):
@@ -99,10 +99,10 @@ class SafetyGuard(Guard):
         self._good: dict[str, list[float]] = {}
         """Values per prompt of the evaluation that was last judged good, by watched metric."""
         self._good_at, self._since_good = 0, 0
-        """Its step, and the evaluations after it."""
+        """Step of the evaluation last judged good, and number of evaluations since."""
         self._fresh: dict[str, list[list[list[float]]]] = {}
-        """Of the present alarm, by metric: for the present and for the good weights, the values of each fresh
-        evaluation."""
+        """Metric with an alarm -> values per prompt of each fresh evaluation: first those of the present
+        weights, then those of the good weights."""
         self._history = StepHistory(2 * self.rollback_steps)
         self._snapshots: list[tuple[int, dict[str, Any]]] = []
         self._rungs: dict[str, int] = {}
@@ -112,13 +112,13 @@ class SafetyGuard(Guard):
         """First step at which evidence accumulates again."""
         self._adjustments = RollbackAdjustments()
         self._began = 0
-        """Step from which the adjustments count."""
+        """First step under the present adjustments."""
         self._slowed = RollbackAdjustments()
-        """Those of the last rollback, for the learning rate alone: a recovery or a milder action does not end
-        them."""
+        """Adjustments of the last rollback; only their learning rate counts. Neither a recovery nor a milder
+        action ends them."""
         self._slowed_at = 0
         self._is_restored = False
-        """They follow a completed rollback: the run goes on from good weights."""
+        """A rollback with these adjustments was completed: the run goes on from good weights."""
         self._hacking = HackingDetector(self.config)
         self._warned: set[str] = set()
         self._step = 0
@@ -207,9 +207,9 @@ class SafetyGuard(Guard):
             self._hacking.forget()
 
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-        """Return the checkpoint to restore, of those judged good at most ``rollback_steps`` back.
+        """Return the checkpoint to restore: judged good, and at most ``rollback_steps`` old.
 
-        None: there is none, or none is better than the present weights (``choose_step``).
+        None = there is none, or none is better than the present weights (``choose_step``).
         """
         good = {c.step: c for c in checkpoints if c.judged_good}
         steps = [step for step in good if 0 <= self._step - step <= self.rollback_steps]
@@ -356,7 +356,7 @@ class SafetyGuard(Guard):
             alarmed.sort(key=lambda m: (m.detector.cusum - m.detector.limit(settings), m.key), reverse=True)
             answers = (self._answer_alarm(metric, step, evaluations, confirm) for metric in alarmed)
             first = next(answers)
-            # an alarm that is not confirmed, or whose task has changed, hides no other one
+            # if it was not confirmed, or its task has changed, the next alarm is answered
             others = (first, *answers) if first.action is GuardAction.warn else ()
             return next((own for own in others if own.action is not GuardAction.warn), first)
         self._fresh = {}
@@ -437,10 +437,10 @@ class SafetyGuard(Guard):
         return self._build(action, metric, step, "has regressed", statistics)
 
     def _note_fall(self, metric: WatchedMetric, step: int) -> None:
-        """Set which metric has fallen, and since when: the culprit and the rollback's target follow from it.
+        """Record which metric fell and since when; they determine the culprit and the rollback's target.
 
-        The detector's ``good_step`` is the latest possible step before the fall. An evaluation during the
-        fall can pass for it, because a moving average lags behind a metric that rose fast.
+        The fall begins after the detector's ``good_step`` or earlier: an evaluation during the fall can look
+        good, because a moving average lags behind a metric that rose fast.
         """
         seen = [*self._values(metric.key), (step, metric.detector.value, metric.detector.error)]
         steps = [at for at, _, _ in seen[:-1] if step - at <= self.rollback_steps]
@@ -495,9 +495,10 @@ class SafetyGuard(Guard):
     def _find_change(
         self, metric: WatchedMetric, good: TaskEvaluation | None, statistics: dict[str, float]
     ) -> str:
-        """Return what to say if the good weights score lower now than at their own step, else an empty text.
+        """Return a message if the good weights score lower now than at their own step, else "".
 
-        ``statistics`` gets the test: of independent means, because a snapshot keeps no values per prompt.
+        The numbers of the test are added to ``statistics``. It compares independent means, because a snapshot
+        keeps no values per prompt.
         """
         found = metric.find(good) if good is not None else None
         states = [state for at, state in self._seen(metric.key) if good and at == good.step]

@@ -16,10 +16,10 @@ from multitask_rl.statistics.definitions import is_comparable, measured
 from multitask_rl.statistics.intervals import PairedTest, compare_paired, summarise
 
 _MIN_UNIT_VARIANCE = 0.02
-"""Per prompt: near 0 and 1 the sample variance is itself too noisy to divide by."""
+"""Least variance per prompt in [0, 1]: near the ends the sample variance is too noisy to divide by."""
 _MIN_VARIANCE = 1e-12
 _ZERO_KL = 1e-6
-"""Nats per token; the KL of equal policies is below."""
+"""The KL of equal policies is below this rounding error, in nats per token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ class DetectorSettings:
     smoothing: float = 0.1
     """Gain of the moving average."""
     error_rate: float = 0.05
-    """Over all watched metrics together: probability that the lower bound of a moving average exceeds the
-    true value, and that an evaluation at that value is not judged good."""
+    """Probability, over all watched metrics together, of each of two errors: the lower bound of a moving
+    average exceeds the true value; an evaluation at the true value is not judged good."""
     warmup: int = 4
     """Evaluations before the ratchet starts and an alarm is possible: the bound of few evaluations is wide
     and its running maximum would stay above the true value."""
@@ -46,7 +46,7 @@ class DetectorSettings:
 
     @property
     def confidence_z(self) -> float:
-        """Standard errors that ``error_rate`` amounts to: 1.64 for one metric."""
+        """Normal quantile of ``error_rate``, in standard errors: 1.64 for one metric."""
         return NormalDist().inv_cdf(1.0 - self.error_rate / self.num_metrics)
 
 
@@ -60,10 +60,10 @@ class RegressionDetector:
 
     With ``m`` the demonstrated value before the evaluation, ``x`` its mean and ``s`` the smoothed standard
     error: ``S <- max(0, S + (m - x) / s - k)``, ``k = max(0.5 * drop / s, 1)``. The alarm comes when ``S``
-    exceeds ``limit()`` after the warm-up. ``DetectorSettings`` has the drop and the other settings.
+    exceeds ``limit()`` after the warm-up. The drop and the other settings are in ``DetectorSettings``.
 
-    Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954, with ``m`` estimated on the
-    way.
+    Source: E. S. Page, "Continuous inspection schemes", Biometrika 41, 1954; here ``m`` is
+    estimated.
     """
 
     count: int = 0
@@ -154,15 +154,15 @@ class WatchedMetric:
     metric: str = ""
     """Key of ``TaskEvaluation.metrics``; empty = the primary metric."""
     direction: Direction = Direction.none
-    """As the user states it; ``none`` = as the metric declares."""
+    """Direction that the user states; ``none`` = the one that the metric declares."""
     detector: RegressionDetector = field(default_factory=RegressionDetector)
     is_unit: bool | None = None
-    """Values lie in [0, 1], as declared or, undeclared, in the first evaluation; None before it."""
+    """Whether values lie in [0, 1]: as declared, else as in the first evaluation; None = none yet."""
     least_scale: float = 0.0
-    """Smallest value that a relative drop refers to. 1 for ``kl`` and for what begins at its best value, 0: a
-    drop is then in the metric's unit, as long as its values are below 1."""
+    """Smallest value that a relative drop refers to. It is 1 for ``kl`` and for metrics that begin at 0,
+    their best value: while values are below 1, the drop is in the metric's unit."""
     measured: tuple[str, ...] = ()
-    """What the values are of, see ``definitions.measured``, and their direction; empty before the first."""
+    """Hashes of what the values measure (``definitions.measured``), and the direction; empty = no value."""
 
     @property
     def key(self) -> str:
@@ -185,7 +185,7 @@ class WatchedMetric:
             self.is_unit = ends == (0.0, 1.0) or (is_undeclared and all(0.0 <= v <= 1.0 for v in seen))
             is_lower = statistic.direction is Direction.lower
             if is_lower and not self.is_unit and ends[0] == 0.0:
-                # of equal policies it may be a rounding error; of an anchor that came later it is not 0
+                # the KL of equal policies may be a rounding error; that of an anchor added later is not 0
                 self.least_scale = float(self.metric == "kl" or max(seen) < _ZERO_KL)
         value = statistic.score + (self.is_unit and statistic.direction is Direction.lower)
         floor = _MIN_UNIT_VARIANCE if self.is_unit else _MIN_VARIANCE
@@ -312,10 +312,10 @@ def build_watched(
     directions: Mapping[str, str],
     metrics: Mapping[str, Mapping[str, bool]] | None,
 ) -> list[WatchedMetric]:
-    """Return what to watch; without entries the primary metric of every task.
+    """Return the metrics to watch; without ``entries`` the primary metric of every task.
 
-    An entry is ``task``, ``task/metric``, or a metric or reward: it is watched in every task that has it.
-    ``metrics`` holds by task its metrics and whether each has a direction; None = not known yet.
+    An entry is ``task``, ``task/metric``, or the name of a metric or reward, which is watched in every task
+    that has it. ``metrics``: task -> metric -> whether it has a direction; None = not known yet.
 
     Raises:
         ConfigError: an entry is unknown, or names a metric without a direction.

@@ -43,14 +43,14 @@ _FLASH = {
     "flash_attention_2": "pip install flash-attn",
     "flash_attention_3": "install flash_attn_3 (Dao-AILab/flash-attention, folder hopper)",
 }
-"""Name -> how to install it."""
+"""Name of an attention -> how to install it."""
 
 
 FILE_BYTES = 4 * 2**30
-"""Most bytes of a file of weights; a file may have more where it would end inside a block of modules."""
+"""Most bytes of a weight file; it is larger if it would otherwise end inside a block of modules."""
 _LOG = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of weights, by their names in a configuration."""
+"""Types of weights, by their names in a configuration."""
 
 
 class Actor:
@@ -67,18 +67,18 @@ class Actor:
         self.tokenizer = tokenizer
         self.config = config
         self.engine = ""
-        """Rollout engine asked for in Python (``use_vllm``); empty = the run configuration's."""
+        """Rollout engine set in Python (``use_vllm``); empty = the run configuration's."""
         self.engine_config: dict[str, Any] = {}
-        """The engine's own keys asked for in Python; they hold where the run configuration names none."""
+        """Settings of ``engine``; ignored if the run configuration has ``rollout.engine_config``."""
         self.device_map: dict[str, str] = {}
-        """Devices asked for in Python; they hold where the run configuration names none."""
+        """Devices set in Python; ignored if the run configuration has a ``device_map``."""
         self._base = base_of(model) if config.lora.rank > 0 else {}
         self.policy_version = 0
         self.engine_start: Path | None = None
         """Directory that ``save_for_engine`` wrote, if this actor was loaded from it."""
         self.parts: WeightParts | None = None
-        """Where the weights are while several processes hold parts of them. ``model`` then has NaN in their
-        places (adapters stay whole): its shapes, types and devices are right."""
+        """Reads the weights while several processes each hold a part of them. The weights of ``model`` then
+        have the right shapes, types and devices, but are NaN; adapters stay whole."""
         self.eos_token_ids: tuple[int, ...] = ()
         generation = getattr(model, "generation_config", None)
         for given in (getattr(generation, "eos_token_id", None), tokenizer.eos_token_id):
@@ -94,7 +94,7 @@ class Actor:
         self.pad_token_id = int(pad) if pad is not None else self.eos_token_ids[0]
         self._grammars: Grammars | None = None
         self._own_rows = int(model.get_input_embeddings().weight.shape[0])
-        """Rows of the vocabulary before control tokens."""
+        """Rows of the vocabulary without control tokens."""
         if config.autocast:
             use_float32_attention(model)
 
@@ -106,7 +106,7 @@ class Actor:
         return {**self.__dict__, "_grammars": None}
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with the engine and the devices asked for in Python."""
+        """Return ``config`` with the engine and the devices set in Python."""
         if self.engine:
             keys = config.rollout.engine_config or self.engine_config
             config = replace(config, rollout=replace(config.rollout, engine=self.engine, engine_config=keys))
@@ -120,7 +120,7 @@ class Actor:
 
     @property
     def max_length(self) -> int:
-        """Longest sequence that the model's positions cover, scaled; 0 = no known limit."""
+        """Most tokens of a sequence, by the model's (scaled) positions; 0 = no known limit."""
         return context_length(self.model.config)
 
     @property
@@ -160,7 +160,7 @@ class Actor:
             self.tokenizer.add_tokens(missing, special_tokens=True)
             if len(self.tokenizer) > num_rows:
                 self.model.resize_token_embeddings(len(self.tokenizer), mean_resizing=False)
-            # a tokenizer may have had more tokens than the model rows; their new rows are random
+            # if the tokenizer had more tokens than the model had rows, their new rows are random, too
             new = {*self.tokenizer.convert_tokens_to_ids(missing), *range(num_rows, len(self.tokenizer))}
             with torch.no_grad():
                 for layer in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
@@ -245,9 +245,9 @@ class Actor:
         return partial(self.model.load_state_dict, kept, strict=False)
 
     def save_for_engine(self, directory: Path) -> Path:
-        """Return a directory that an engine starts from, written as by ``save`` with adapters merged.
+        """Return a directory that an engine can load: ``engine_start``, or else ``directory``, written here.
 
-        That is ``engine_start``, if there is one, else ``directory``.
+        Its files are those of ``save``, with adapters merged.
         """
         if self.engine_start is not None:
             return self.engine_start
@@ -284,7 +284,7 @@ def vocabulary_rows(model: PreTrainedModel) -> dict[str, int]:
 
 
 def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
-    """Cut ``saved`` [V, ...] or fill it up to ``number`` rows: by the mean of the old, or 0 if ``blank``."""
+    """Return ``saved`` [V, ...] with ``number`` rows; new rows are the mean of the old, or 0 if ``blank``."""
     missing = number - saved.shape[0]
     if missing <= 0:
         return saved[:number]
@@ -295,7 +295,7 @@ def fit_rows(saved: Tensor, number: int, *, blank: bool = False) -> Tensor:
 def fit_weights(
     model: PreTrainedModel, weights: Mapping[str, Tensor], *, at_least: int | None = None
 ) -> dict[str, Tensor]:
-    """Return ``weights``, those with a row per token cut or filled to the model's number of rows.
+    """Return ``weights``; those with a row per token get the model's number of rows (``fit_rows``).
 
     With ``at_least``, a weight with fewer rows, or more than the model's, stays as it is: it belongs to
     another vocabulary.
@@ -318,9 +318,9 @@ def learning(model: nn.Module) -> Iterator[None]:
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     dropouts = [m for n, m in model.named_modules() if n.rpartition(".")[0].endswith("lora_dropout")]
     for module in (*layers, *dropouts):
-        # the module alone: ``train()`` would switch on the dropout inside it
+        # not ``train()``, which would also switch on the dropout inside the module
         module.training = True
-    # some layers drop by functions with a share of their own, not by modules (OPT)
+    # some layers (OPT) have a dropout rate of their own instead of a dropout module
     own = [(m, n, s) for m in layers for n, s in vars(m).items() if "drop" in n and isinstance(s, float)]
     for module, name, _ in own:
         setattr(module, name, 0.0)
@@ -396,8 +396,8 @@ def save_in_files(model: PreTrainedModel, weights: WeightStream, directory: Path
 def read_weights(directory: Path, model: PreTrainedModel | None = None) -> dict[str, Tensor]:
     """Return all tensors of the safetensors files of a model directory.
 
-    They have the names of the files or, if ``model`` can load all of them, those that its class gives them:
-    ``transformers`` saves some weights under other names (the head of GPT-NeoX) or in parts (experts).
+    Names are those of the files or, if ``model`` can load all tensors, those in its class: ``transformers``
+    saves some weights under other names (the head of GPT-NeoX) or in parts (experts).
     """
     from safetensors.torch import load_file
 
@@ -467,7 +467,7 @@ def check_attention(config: ModelConfig, device: str) -> None:
 
 
 def multiplies_bfloat16(device: str) -> bool:
-    """Return whether ``device`` has instructions for products in bfloat16; all but CPUs are taken to have."""
+    """Whether ``device`` has instructions for products in bfloat16; True for all but CPUs."""
     known = torch.cpu.get_capabilities() if device.startswith("cpu") else {"bf16": True}
     return any(known.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
@@ -486,16 +486,16 @@ def warn_of_slow_bfloat16(setting: str, better: str, device: str) -> None:
 def load_actor(
     config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> Actor:
-    """Load any causal language model of ``transformers``, or the one below adapters with these merged in.
+    """Load a causal language model of ``transformers``; of saved adapters, their base model with them merged.
 
     Args:
         config: the model.
-        device: of the weights; empty = cuda if there is one, else cpu.
-        seed: of new adapters.
-        tokenizer: instead of the model's own.
+        device: where the weights are; empty = cuda if there is one, else cpu.
+        seed: initialises new adapters.
+        tokenizer: replaces the model's own.
 
     Raises:
-        ConfigError: it is no causal language model with a tokenizer, or cannot have the attention.
+        ConfigError: it is no causal language model with a tokenizer, or does not support the attention.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
@@ -584,11 +584,11 @@ def make_actor(
     """Return the actor of a model that is already loaded, on its device and in its dtype.
 
     Args:
-        model: a causal language model of ``transformers``; wrapped by FSDP, DDP or ``torch.compile`` too. It
-            is trained in place; of a sharded one every process gets a whole copy (call it in all of them).
-        tokenizer: default: the one of ``model.name_or_path``.
+        model: a causal language model of ``transformers``, which FSDP, DDP or ``torch.compile`` may wrap. It
+            is trained in place. If it is sharded, call this in every process: each gets a whole copy.
+        tokenizer: None = the one of ``model.name_or_path``.
         config: adapters, gradient checkpointing, ... (not name, dtype and rope_scaling, which the model has).
-        seed: of new adapters.
+        seed: initialises new adapters.
 
     Raises:
         ConfigError: no causal language model, no tokenizer, or a configuration that the model was not built
@@ -625,9 +625,9 @@ def make_actor(
 
 
 def unwrap_model(model: Any) -> Any:
-    """Return the whole, plain module of a model that FSDP, DDP or ``torch.compile`` wraps.
+    """Return the plain module inside a model that FSDP, DDP or ``torch.compile`` wraps.
 
-    The weights of a sharded model are gathered from all of its ranks, each of which gets a copy.
+    The weights of a sharded model are gathered from its ranks; each rank gets a whole copy.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor

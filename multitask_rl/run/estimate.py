@@ -1,7 +1,7 @@
 """What a run will need before it begins: memory by part, disk, and the time of a step.
 
 Memory and disk are counted from the model's shape and the configuration; every response is taken to be as
-long as it may be. Times are measured: a model of the same layers, two of them, samples and learns once on the
+long as it may be. Times are measured: a model with two of the same layers samples and learns once on the
 device of the run.
 """
 
@@ -41,7 +41,7 @@ A CPU goes through them in blocks and has about two. An entropy bonus has two mo
 KEPT_BESIDE = 4
 """Checkpoints that may stay beside the newest: two judged good, the best, and that of the former tasks."""
 BYTES_PER_TOKEN = 90
-"""Of a stored rollout: ids, log-probabilities and text of a token as JSON."""
+"""Of a stored rollout: id, log-probability and text of a token as JSON."""
 PROBE_LAYERS, PROBE_TOKENS = 2, 1024
 ROWS_READ = 32
 """Rows of each task whose prompts are measured."""
@@ -53,13 +53,13 @@ class ModelShape:
 
     parameters: int
     trainable: int
-    """With adapters those of the adapters."""
+    """Number of trained weights; with adapters, theirs."""
     layers: int
     hidden: int
     inner: int
-    """Width of the feed-forward blocks; of a mixture those of the experts of one token."""
+    """Width of the feed-forward blocks; in a mixture of experts, of all experts that one token uses."""
     key_value: int
-    """Numbers that a layer keeps for a token while sampling."""
+    """Numbers per token in a layer's key-value cache."""
     vocabulary: int
 
 
@@ -70,9 +70,9 @@ class Workload:
     prompts: float
     samples: float
     prompt_tokens: float
-    """Of a prompt, the mean over the step."""
+    """Mean tokens of a prompt."""
     new_tokens: float
-    """Of a response, the mean over the step."""
+    """Mean tokens of a response."""
 
 
 def read_shape(config: ModelConfig) -> ModelShape:
@@ -151,9 +151,9 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Return bytes by part on the actor's device (or of a learner rank).
 
-    Keys and values of sampling (``sampling``) and activations of learning (``learning``) are not there at the
-    same time: ``peak`` is the sum of the others and the larger of these. ``device_bytes`` are those of the
-    whole device, of which vLLM reserves a share; 0 = a CPU.
+    The key-value cache (``sampling``) and the activations (``learning``) do not exist at the same time. So
+    ``peak`` is the sum of the other parts and the larger of these two. ``device_bytes``: memory of the whole
+    device, of which vLLM reserves a share; 0 = a CPU.
     """
     config = plan.config
     width = _width(plan)
@@ -198,7 +198,7 @@ def estimate_memory(
 
 
 def _vllm_bytes(plan: RunPlan, weights: float, device_bytes: float) -> float:
-    """Return what vLLM reserves on the actor's device, weights of its own among it; 0 without vLLM there."""
+    """Return the bytes that vLLM reserves on the actor's device, its weights included; 0 without vLLM."""
     rollout = plan.config.rollout
     if rollout.engine != "vllm" or plan.config.executor != "local" or not device_bytes:
         return 0.0
@@ -210,7 +210,7 @@ def _vllm_bytes(plan: RunPlan, weights: float, device_bytes: float) -> float:
 
 
 def sample_bytes(tokens: float) -> float:
-    """Return the host's bytes of a sample of so many sampled tokens.
+    """Return the bytes of a sample of ``tokens`` sampled tokens in host memory.
 
     Beside its objects, a token has its id, log-probability, text and four numbers more.
     """
@@ -227,7 +227,7 @@ def activation_bytes(
 ) -> float:
     """Return the bytes that learning from ``tokens`` at once needs beside weights, gradients and optimizer.
 
-    ``width`` is that of a number, ``answers`` the tokens with logits (default: all).
+    ``width``: bytes of a number. ``answers``: number of tokens with logits (default: all).
     """
     per_layer = 6 * shape.hidden + shape.key_value + 4 * shape.inner
     if shape.trainable < shape.parameters:  # adapters: the output of every product once more
@@ -265,13 +265,13 @@ def learner_bytes(parameters: int, trainable: int, width: int) -> float:
 
 
 def estimate_disk(plan: RunPlan, parameters: int, trainable: int, tokens: float) -> dict[str, float]:
-    """Return bytes by what a run writes; ``total`` is the most that is there at a time.
+    """Return bytes by kind of file that a run writes; ``total`` is the most on disk at a time.
 
     Args:
-        plan: of the run.
-        parameters: of the actor.
-        trainable: those that are trained; with adapters those of the adapters.
-        tokens: of a stored response, with its prompt where that is known.
+        plan: the run.
+        parameters: number of the actor's weights.
+        trainable: number of trained weights; with adapters, theirs.
+        tokens: mean length of a stored response, with its prompt if that is known.
     """
     config = plan.config
     width = _width(plan)
@@ -335,9 +335,9 @@ def has_average(plan: RunPlan) -> bool:
 
 
 def _critic_shape(plan: RunPlan, parameters: int) -> tuple[int, int] | None:
-    """Return parameters and bytes of a weight of a critic with a model of its own; None without one.
+    """Return (weights, bytes per weight) of a critic with its own model; None = no such critic.
 
-    ``parameters``: of the actor.
+    ``parameters``: number of the actor's weights.
     """
     critic, model = plan.config.critic, plan.config.model
     if critic.trunk != "separate":
@@ -358,7 +358,7 @@ def _parameters(model: ModelConfig, name: str) -> int:
 
 
 def free_memory(device: str) -> float:
-    """Return the free bytes of ``device``; of a CPU what the system can give without swapping."""
+    """Return the free bytes of ``device``; for a CPU, what the system can give without swapping."""
     if device.startswith("cuda"):
         return float(torch.cuda.mem_get_info(device)[0])
     return float(psutil.virtual_memory().available)
@@ -396,8 +396,8 @@ def measure_step(
 ) -> dict[str, float]:
     """Return seconds of a step by stage, from a model with two of the layers on the device of the run.
 
-    Rewards, constraints, worlds and evaluations are not in it. The engine is taken to be ``hf``. ``clock``
-    returns seconds.
+    Rewards, constraints, worlds and evaluations are not included. The engine is assumed to be ``hf``.
+    ``clock`` returns seconds.
 
     Raises:
         ConfigError: the model's configuration cannot be read.

@@ -39,15 +39,15 @@ from multitask_rl.statistics.intervals import summarise
 REWARD = "reward_mean"
 """Name of the reward's statistic."""
 SAMPLING = "sampling"
-"""Key of the hash of how an evaluation sampled its responses. It keeps evaluations of a run apart; runs that
-sample in different ways are compared."""
+"""Key of the hash of an evaluation's sampling. Evaluations of one run are compared only if it is equal; those
+of two runs, whatever it is."""
 OF_PROMPTS = ("pass@", "maj@")
-"""Beginnings of the names of metrics that have a value per prompt, from several responses."""
+"""Prefixes of the metrics with one value per prompt, from several responses."""
 _OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
-"""Beginnings of the names of metrics of constraints."""
+"""Prefixes of the metrics of constraints."""
 _PATH = re.compile(r"(\w+:)?(?:/(?!/)|~/|\.\.?/)")
 ENOUGH_EARNED = 64
-"""Scored responses after which their best reward stands for the best of the task."""
+"""After this many scored responses, their best reward is taken as the best of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +98,23 @@ def metric_names(spec: TaskSpec) -> dict[str, bool]:
 
 
 def definitions(spec: TaskSpec) -> dict[str, str]:
-    """Return hashes of what a task's metrics are computed from: values of two hashes are not compared.
+    """Return hashes of what metrics are computed from; values with different hashes are not compared.
 
-    ``definition_of`` finds the one of a metric. ``""``: the primary metric; ``solved``: pass@k, maj@k and
-    turnover; ``reward_mean``; ``reward/<name>`` and its components; ``constraint``: all metrics of
-    constraints; ``rule/<name>``: the costs of one constraint. Others (``length``) have no hash here;
-    ``TextMeter`` adds one of the texts for ``loss`` and ``kl`` of an anchor with rewards.
+    Keys (``definition_of`` finds the one of a metric):
 
-    The reward's hash covers every reward with a weight, its weight, the penalties and ``rejected_reward``;
-    where a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it
-    covers the constraints. Every hash covers the environment and its limits. If nothing is scored, the
-    primary metric's hash is of the teacher. Of a text that begins as a path only the last name counts: the
-    same run may lie in another directory. Not seen are changed code (``run/code.py`` tells it),
-    and constraints that reject responses and so change what a reward is given to.
+    - ``""``: the primary metric. If nothing is scored, it covers the teacher.
+    - ``solved``: pass@k, maj@k and turnover.
+    - ``reward_mean``: covers each reward with a weight, the weight, the penalties and ``rejected_reward``; if
+      a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it covers
+      the constraints.
+    - ``reward/<name>``: this reward and its components.
+    - ``constraint``: all metrics of constraints.
+    - ``rule/<name>``: the costs of one constraint.
+
+    Other metrics (``length``) have no hash here. ``TextMeter`` adds one for ``loss`` and ``kl`` of an anchor
+    with rewards. Every hash covers the environment and its limits. A text that begins as a path counts by its
+    last name, because the same run may lie in another directory. Not covered: changed code (``run/code.py``
+    reports it), and constraints that reject responses, although they change what a reward is given.
     """
 
     def digest(*parts: Any) -> str:
@@ -149,10 +153,7 @@ def _trains_rejected(spec: TaskSpec) -> bool:
 
 
 def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:
-    """Return a metric's hash of ``definitions``; empty if it has none, or it is not known.
-
-    Without a name that of the primary metric.
-    """
+    """Return a metric's hash of ``definitions``; "" = none, or not known. No ``metric`` = the primary one."""
     if metric.startswith((*OF_PROMPTS, "turnover")):
         return hashes.get("solved", "")
     if metric.startswith(_OF_CONSTRAINTS):
@@ -162,13 +163,13 @@ def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:
 
 def sampling_hash(sampling: SamplingParams, condition: Sequence[int]) -> str:
     """Return the hash of ``sampling`` and of the control tokens ``condition`` in front of every prompt."""
-    # tokens are suppressed for any task of the run that has control tokens
+    # left out, because control tokens of one task are suppressed in all tasks
     parts = asdict(replace(sampling, suppressed_ids=())), list(condition)
     return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def are_different(*hashes: str) -> bool:
-    """Whether two of ``hashes`` differ; empty ones are not known and do not count."""
+    """Whether two of ``hashes`` differ; an empty hash is not known and does not count."""
     return len({own for own in hashes if own}) > 1
 
 
@@ -182,7 +183,7 @@ def measured(evaluation: Any, metric: str = "") -> tuple[str, str, str]:
 
 
 def is_comparable(first: Sequence[str], second: Sequence[str]) -> bool:
-    """Whether no part of what two values measure (``measured``) differs that is known of both."""
+    """Whether two values, given by their hashes of ``measured``, measure the same as far as is known."""
     return not any(are_different(*pair) for pair in zip(first, second, strict=False))
 
 
@@ -229,7 +230,7 @@ class TaskMetrics:
         return (kind.low, kind.high) if math.isfinite(kind.high - kind.low) else None
 
     def range_of(self, scored: Sequence[Scored]) -> tuple[float, float] | None:
-        """Return the declared ends of the reward over the slots, by what applied to each; None if unknown."""
+        """Return the declared range of the reward over the slots, by what applied to each; None = unknown."""
         ends = [self._ends(s.terms) for s in served(scored) if s.reward is not None and s.terms]
         if not ends:
             return None
@@ -239,7 +240,7 @@ class TaskMetrics:
     def _ends(self, terms: Sequence[tuple[float, float]]) -> tuple[float, float]:
         """Return the ends of a reward of ``terms``: (weight, value) of each reward, then of each penalty.
 
-        Rewards whose value is NaN do not apply and add nothing. A penalty that does not apply is one of 0.
+        A reward whose value is NaN does not apply and adds nothing. A penalty whose value is NaN counts as 0.
         """
         low = high = 0.0
         names = [r.name for r in self._spec.rewards if r.weight]
@@ -279,7 +280,7 @@ class TaskMetrics:
     def describe(self, scored: Sequence[Scored], *, held_out: bool = False) -> dict[str, Statistic]:
         """Return every statistic by name, from all attempts of every slot of a step or an evaluation.
 
-        ``held_out`` tells that they are an evaluation; values per prompt are then kept.
+        ``held_out``: the records are of an evaluation, so values per prompt are kept.
         """
         final = served(scored)
         ends = [s for s in final if not _has_failed(s)]
@@ -361,7 +362,7 @@ class TaskMetrics:
         return found
 
     def _bar(self, name: str, kind: _Kind, scored: Scored) -> float:
-        """Return the value of the primary metric ``name`` from which on a slot counts as solved."""
+        """Return the value of the primary metric ``name`` at and above which a slot counts as solved."""
         if self._spec.solved_at is not None:
             return self._spec.solved_at
         low, high = kind.low, kind.high
@@ -370,7 +371,7 @@ class TaskMetrics:
         return high if kind.direction is Direction.higher else low
 
     def _answer(self, scored: Scored) -> str:
-        """Return the answer that the reward of the primary metric read; of the reward: the first one read."""
+        """Return the answer that the primary metric's reward read; of the whole reward, the first one."""
         plugin = self._spec.primary_metric.partition("/")[0]
         results = scored.breakdown.values() if plugin == "reward" else [scored.breakdown.get(plugin)]
         return next((r.answer for r in results if isinstance(r, Score) and r.answer), "")
@@ -426,9 +427,9 @@ class TaskMetrics:
         return values
 
     def unearned(self, scored: Sequence[Scored]) -> list[str]:
-        """Return a warning, once each, for settings that reward an unscored response above all scored ones.
+        """Return warnings, each once, about settings that reward an unscored response above all scored ones.
 
-        An unscored response is rejected and trained on, or beyond a reward's limits.
+        A response is unscored if it is rejected and trained on, or if it exceeds a reward's limits.
         """
         task = f"tasks.{self._spec.name}"
         paid: dict[str, float] = {}
@@ -466,7 +467,7 @@ class TaskMetrics:
         return {"number": self._num_earned, "best": best, "told": sorted(self._told)}
 
     def load_earned_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore ``earned_dict``; what was told since is not told again. Empty: as before the first step."""
+        """Restore ``earned_dict``; warnings given since are not repeated. Empty = before the first step."""
         self._num_earned, best = state.get("number", 0), state.get("best")
         self._best = -math.inf if best is None else best
         self._told |= set(state.get("told", ()))
@@ -491,9 +492,9 @@ def _sizes(samples: int) -> list[int]:
 
 
 def _majority(votes: Sequence[tuple[str, float]]) -> float:
-    """Return the mean value of the most frequent answer; the mean of all that are most frequent.
+    """Return the mean value of the most frequent answer; if several are, the mean of their means.
 
-    A response without an answer (empty) does not vote. Without any vote all count.
+    ``votes`` are (answer, value). An empty answer does not vote. If there is no vote, all values count.
     """
     counts = Counter(answer for answer, _ in votes if answer)
     most = max(counts.values(), default=0)
@@ -514,9 +515,9 @@ def served(scored: Sequence[Scored]) -> list[Scored]:
 
 
 def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) -> Statistic:
-    """Return the rate at which a constraint is violated, with values per prompt, from all attempts.
+    """Return the violation rate of a constraint, with values per prompt; ``scored`` holds all attempts.
 
-    With ``of_served`` over last attempts, which a user sees; else over first ones, the actor's own behaviour.
+    ``of_served``: over last attempts, which a user sees; else over first ones, the actor's own behaviour.
     """
     final = served(scored)
     population = final if of_served else [s for s in scored if s.rollout.attempt == 0]
@@ -525,7 +526,7 @@ def violations(constraint: str, scored: Sequence[Scored], *, of_served: bool) ->
 
 
 _LARGEST_FACT = 1e30
-"""Sums and squares of facts stay finite; a larger one is left out, and NaN."""
+"""Larger facts, and NaN, are left out, so that sums and squares stay finite."""
 
 
 def _facts(turns: Sequence[Turn]) -> dict[str, float]:

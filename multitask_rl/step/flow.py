@@ -333,7 +333,7 @@ def _streamed(stage: Stage, parts: Iterator[list[Any]]) -> Iterator[list[Any]]:
 
 @contextlib.contextmanager
 def _naming(stage: Stage) -> Iterator[None]:
-    """Let an error that is not foreseen name the stage; it may have passed through others since."""
+    """Add the stage's name to an unexpected error, unless another stage has added its own."""
     try:
         yield
     except MultitaskRLError:

@@ -31,40 +31,40 @@ from multitask_rl.training.learner import Learner, UpdateReport
 
 @dataclass(slots=True)
 class _Call:
-    """The requests of one call to the engine; positions are those of ``slots``."""
+    """What one call of ``sample`` asked the engine for. A *position* is an index into ``slots``."""
 
     judge: StreamJudge | None
     episodes: Episodes | None
     slots: list[Rollout | Episode] = field(default_factory=list)
-    """A rollout is filled by one response, an episode goes on with it."""
+    """What each response goes to: it fills a rollout, or is the next answer of an episode."""
     seeds: list[int] = field(default_factory=list)
     owners: list[list[int]] = field(default_factory=list)
-    """By request: the position of each of its samples. Emptied when the engine ends a stream."""
+    """[requests][samples] the position of each sample; emptied when the engine's stream ends."""
 
 
 @dataclass(slots=True)
 class _Group:
-    """A group that is being sampled; kept only with a quorum."""
+    """A group that is being sampled; recorded only if the quorum is below 1."""
 
     task: str
     policy_version: int
-    """Of the weights when it began."""
+    """Version of the weights when the group began."""
     num_open: int
-    """Rollouts that have not ended."""
+    """Number of rollouts that have not ended."""
     ended: list[Rollout] = field(default_factory=list)
-    """Episodes that wait for those."""
+    """Ended episodes, held back until the group is complete."""
 
 
 Progress = Callable[[str, int, int], None]
-"""Takes ``what``, ``done``, ``total`` of ``Tracker.log_progress``."""
+"""Called with the arguments of ``Tracker.log_progress``: ``what``, ``done``, ``total``."""
 
 
 class RolloutStage(StreamingStage):
-    """Samples a group per prompt; streaming constraints may end a response (``constraints/streaming.py``).
+    """Samples a group of responses per prompt; streaming constraints may end one (``StreamJudge``).
 
     With a quorum below 1, a call ends when that share of its groups is complete and all open episodes wait
-    for their worlds. Groups with an open episode are then *late*: a later call continues them. Episodes of a
-    group are yielded together, when the group is complete.
+    for their worlds. Groups with an open episode are then *late*: a later call continues them. The episodes
+    of a group are yielded together, when the group is complete.
     """
 
     name = "rollout"
@@ -88,13 +88,22 @@ class RolloutStage(StreamingStage):
     ) -> None:
         """Set up the stage.
 
-        Without ``scorer`` no partial response is judged; ``purpose`` names the random streams. Without
-        ``group_sizes`` and ``temperature`` each task has its own. ``episodes`` makes the driver of the tasks
-        with an environment.
+        Args:
+            engine: samples the responses.
+            tasks: by name.
+            decode: turns token ids into text.
+            seed: of the run.
+            scorer: judges partial responses for streaming constraints; None = they are not judged.
+            purpose: name of the random streams: ``rollout``, or an evaluation's.
+            group_sizes: responses per prompt, by task; a missing task has its own setting.
+            temperature: of an evaluation (``TaskSpec.evaluated_at``); None = each task's own.
+            quorum: share of the groups of a call that must be complete for the call to end.
+            episodes: makes the driver of the tasks with an environment.
+            on_progress: called when sampling begins and when responses have ended.
         """
         self._quorum = quorum
         self._groups: dict[str, _Group] = {}
-        """Group id -> group, those of the call under way and late ones."""
+        """Group id -> group: groups of the present call, and late ones."""
         self._late: Episodes | None = None
         """The episodes of late groups."""
         self._episodes = episodes
@@ -109,20 +118,20 @@ class RolloutStage(StreamingStage):
         self._temperature = temperature
         self._call: _Call | None = None
         self._is_sampling = False
-        """The engine's stream is open; between two of them worlds are waited for."""
+        """The engine's stream is open. Between two streams the stage waits for worlds."""
         self._joined: list[Rollout] = []
         self.between_parts: Callable[[], None] = lambda: None
-        """Called when responses have ended, and about once a second while worlds are waited for; what it
-        raises ends the call."""
+        """Called when responses have ended, and about once a second while the stage waits for worlds. An
+        exception that it raises ends the call."""
         self.spans: list[Span] = []
-        """When the engine worked, since the caller last cleared it."""
+        """Spans in which the engine worked, since the caller last cleared the list."""
 
     def order(self, record: Rollout) -> Any:
         """Return the sort key of a rollout: its place in the batch."""
         return record.order
 
     def stream(self, parts: Iterable[list[Prompt]]) -> Iterator[list[Rollout]]:
-        """Sample each prompt's group; yield rollouts as they end, but for joined ones (``take_joined``)."""
+        """Sample each prompt's group; yield rollouts as they end, except joined ones (``take_joined``)."""
         slots: list[Rollout] = []
         given: list[Rollout] = []
         prompts = [prompt for part in parts for prompt in part]
@@ -174,10 +183,10 @@ class RolloutStage(StreamingStage):
         return {name: group.task for name, group in self._groups.items()}
 
     def drop(self, before: float) -> Counter[str]:
-        """Give up the late groups that began under weights older than version ``before``.
+        """Drop the late groups that began under weights older than version ``before``.
 
         Returns:
-            Their number by task.
+            Task -> number of dropped groups.
         """
         gone = {name: own for name, own in self._groups.items() if own.policy_version < before}
         if self._late is not None:
@@ -202,7 +211,7 @@ class RolloutStage(StreamingStage):
         return self._is_sampling and self.engine.can_admit
 
     def join(self, slots: Sequence[Rollout]) -> None:
-        """Let the engine fill further empty rollouts; only while ``can_join``."""
+        """Add empty rollouts to the present call of ``sample``. Allowed only while ``can_join``."""
         call = self._call
         assert call is not None, "the engine is not at work"
         self._begin_episodes(call, slots)
@@ -217,12 +226,12 @@ class RolloutStage(StreamingStage):
     def sample(
         self, slots: Sequence[Rollout], is_enough: Callable[[], bool] | None = None
     ) -> Iterator[list[Rollout]]:
-        """Sample a response for each of ``slots`` and of those that ``join``; yield rollouts as they end.
+        """Sample a response for each of ``slots`` and of those that ``join`` adds; yield rollouts that end.
 
-        The engine samples the turns of episodes beside other responses. If it admits no request while it
-        works, a turn waits for the end of the stream; the engine waits only if all turns wait for worlds.
-        With ``is_enough`` it also samples late episodes. When ``is_enough()``, it leaves the episodes that
-        wait for their worlds to a later call.
+        Turns of episodes and other responses share the engine's stream. If the engine admits no request
+        during a stream, a turn waits for the next stream. The engine is idle only if all turns wait for
+        worlds. With ``is_enough``, late episodes are sampled too. Once ``is_enough()`` is true, the episodes
+        that wait for their worlds are left to a later call.
         """
         judge = StreamJudge(self._scorer.judge, self._text) if self._scorer is not None else None
         episodes = self._late if is_enough is not None else None
@@ -242,7 +251,7 @@ class RolloutStage(StreamingStage):
                     while episodes.num_waiting:
                         self.between_parts()
                         left = 1.0
-                        # the group of a rejected response has gone on: its next attempt is not left
+                        # a further attempt cannot be left to a later call: its group has been passed on
                         may_leave = is_enough is not None and is_enough() and not episodes.has_attempts
                         if ready and episodes.in_lockstep:
                             if not episodes.must_wait:
@@ -304,7 +313,7 @@ class RolloutStage(StreamingStage):
             call.episodes.begin(own, [self._seed_of(slot, "world") for slot in own])
 
     def _take(self, call: _Call, ended: Sequence[Ended]) -> list[Rollout]:
-        """Fill the rollouts whose response ended, and go on with the episodes whose turn did."""
+        """Return the rollouts whose response ended, filled; give ended turns to their episodes."""
         filled = []
         for request, sample, generation in ended:
             position = call.owners[request][sample]
@@ -391,7 +400,7 @@ class RolloutStage(StreamingStage):
 
 @dataclass(slots=True)
 class _Round:
-    """All attempts with one number."""
+    """All rollouts of a batch with the same attempt number."""
 
     judging: Pending[dict[str, Verdict | Failure]]
     rollouts: list[Rollout] = field(default_factory=list)
@@ -403,7 +412,7 @@ class _Round:
 
 
 class ConstraintStage(StreamingStage):
-    """Asks each task's constraints; if one of mode ``reject`` refuses, the slot is sampled again.
+    """Asks each task's constraints. If one of mode ``reject`` refuses a response, its slot is sampled again.
 
     Rejected responses stay in the stream, marked ``rejected``: algorithms may learn from them, and leaving
     them out would bias the estimate (see ``algorithms/constrained_decoding.py``).
@@ -426,17 +435,18 @@ class ConstraintStage(StreamingStage):
         self._tasks = tasks
         self._here = {name for name, task in tasks.items() if task.spec.judged and name not in later}
         self.spans: list[Span] = []
-        """When the stage waited for verdicts, since the caller last cleared it."""
+        """Spans in which the stage waited for verdicts, since the caller last cleared the list."""
 
     def order(self, record: Rollout) -> Any:
         """Return the sort key of a rollout: its place in the batch, attempts of one slot side by side."""
         return record.order
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Rollout]]:
-        """Yield rollouts without constraints as they come, the others when their task's are all judged.
+        """Yield rollouts without constraints as they come, others when all rollouts of their task are judged.
 
-        If the engine admits requests while it works (``RolloutStage.join``), a rejected slot is sampled again
-        at once; else after the batch. Seeds make both ways give the same rollouts and the same batches.
+        A rejected slot is sampled again at once if the engine admits requests while it works
+        (``RolloutStage.join``), else after the batch. Both ways use the same seeds, so they give the same
+        rollouts and the same batches.
         """
         rounds: list[_Round] = []
         for part in parts:
@@ -460,7 +470,7 @@ class ConstraintStage(StreamingStage):
             number += 1
 
     def _take(self, rounds: list[_Round], rollouts: Sequence[Rollout]) -> None:
-        """Have rollouts judged; if the engine admits more, sample those known to be rejected again."""
+        """Ask the constraints about ``rollouts``; if the engine admits more, sample rejected slots again."""
         for rollout in rollouts:
             if rollout.attempt == len(rounds):
                 rounds.append(_Round(self._scorer.begin_judging()))
@@ -487,7 +497,7 @@ class ConstraintStage(StreamingStage):
             self._rollout.join(again)
 
     def _judge(self, current: _Round) -> Iterator[list[tuple[int, Rollout]]]:
-        """Close a round; yield index and rollout with verdicts, in order, a task as soon as it is judged."""
+        """Close a round; yield (index, rollout with verdicts) in order, each task as soon as it is judged."""
         judging = current.judging
         order = sorted(range(len(current.rollouts)), key=lambda index: current.rollouts[index].order)
         judging.seal(order)
@@ -538,8 +548,8 @@ class ConstraintStage(StreamingStage):
 def _with_verdicts(rollout: Rollout, judged_whole: Mapping[str, Verdict | Failure]) -> Rollout:
     verdicts = {**judged_whole, **rollout.verdicts}
     for name, ended in rollout.verdicts.items():
-        # of an episode the worst answer counts; about the one that was ended the first verdict stands, even
-        # if a random judge now gives another
+        # an episode has the verdict of its worst answer. An answer that a streaming constraint ended keeps
+        # that verdict, even if a random judge now gives another
         worst = judged_whole.get(name)
         if isinstance(worst, Verdict) and isinstance(ended, Verdict) and worst.turn != ended.turn:
             verdicts[name] = max(ended, worst, key=lambda verdict: verdict.cost)
@@ -548,7 +558,7 @@ def _with_verdicts(rollout: Rollout, judged_whole: Mapping[str, Verdict | Failur
 
 
 class RewardBatch:
-    """Rollouts of one batch while they are scored: a group is taken once, when all its rollouts are scored.
+    """Rollouts of one batch while they are scored. ``take`` returns a group once, when it is all scored.
 
     Args:
         pending: the open round of the reward pool.
@@ -572,20 +582,19 @@ class RewardBatch:
         self._judging, self._later = judging, later
         self._rollouts: list[Rollout] = []
         self._asked: dict[int, int] = {}
-        """Rollout -> its index in ``pending``; missing: rejected by a constraint, or given: not scored."""
+        """Index of a rollout -> its index in ``pending``; missing = not scored (see ``add``)."""
         self._judged: dict[int, int] = {}
-        """Rollout -> its index in ``judging``; missing: not judged there."""
+        """Index of a rollout -> its index in ``judging``; missing = not judged there."""
         self._num_parts = 0
         self._groups: dict[str, list[int]] = {}
-        """Group id -> rollouts not yet taken, in the order of the batch."""
+        """Group id -> indices of its rollouts, for groups not yet taken, in the order of the batch."""
         self.counted: Collection[str] | None = None
-        """Ids of the groups that the quorum counts, with those still being sampled; None = all added ones."""
+        """Ids of the groups that ``quorum`` is a share of, also of those still sampled; None = all added."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Begin to score ``rollouts``.
 
-        Two kinds are not scored: answers of the data set, and rejected responses, whose reward the algorithm
-        sets.
+        Answers of the data set are not scored, nor are rejected responses: the algorithm sets their reward.
         """
         self._num_parts += 1
         for index, rollout in enumerate(rollouts, start=len(self._rollouts)):
@@ -615,7 +624,7 @@ class RewardBatch:
         return {name: self._rollouts[indices[0]].task for name, indices in self._groups.items()}
 
     def wait(self) -> str:
-        """Wait until the quorum of the groups is scored; return the task waited for last ("": no wait)."""
+        """Wait until ``quorum`` of the groups are scored; return the task waited for last, "" = no wait."""
         if self._quorum >= 1.0:
             return self._pending.wait()
         counted = self._groups.keys() if self.counted is None else self.counted
@@ -656,7 +665,7 @@ class RewardBatch:
         return records
 
     def deliveries(self) -> Iterator[list[Scored]]:
-        """Wait for the quorum and yield the groups scored by then; afterwards, those scored since.
+        """Wait for the quorum and yield the groups scored by then. Then yield the groups scored since.
 
         Later parts do not wait, so they may be empty. The iterator ends when no group is open.
 
@@ -672,7 +681,7 @@ class RewardBatch:
         """Cancel the open groups with a response of weights older than version ``before``.
 
         Returns:
-            Their number by task.
+            Task -> number of cancelled groups.
         """
         dropped = Counter[str]()
         for name, indices in list(self._groups.items()):
@@ -686,11 +695,11 @@ class RewardBatch:
         return dropped
 
     def spans(self) -> dict[str, Span]:
-        """Return per task the span from the first to the last answer, or until now."""
+        """Return by task the span from the first to the last answer, or to now while one is missing."""
         return self._pending.spans([*self._asked.values()])
 
     def judging_spans(self) -> dict[str, Span]:
-        """Return per task that is judged here the span from the first to the last verdict, or until now."""
+        """Return, by task judged here, the span from the first to the last verdict; see ``spans``."""
         return self._judging.spans([*self._judged.values()]) if self._judging is not None else {}
 
     def _is_done(self, indices: Sequence[int]) -> bool:
@@ -705,9 +714,9 @@ def _places(known: Mapping[int, int], rollouts: Iterable[int]) -> list[int]:
 
 
 class RewardStage(StreamingStage):
-    """Scores the rollouts; constraints of mode ``penalty`` and ``lagrangian`` enter here as costs.
+    """Scores rollouts, and adds the costs of constraints of mode ``penalty`` and ``lagrangian``.
 
-    A task that has constraints and no reward is rewarded with ``1 - cost``.
+    The reward of a task with constraints alone is ``1 - cost``.
     """
 
     name = "rewards"
@@ -728,7 +737,7 @@ class RewardStage(StreamingStage):
         self._quorum = quorum
         self._later = later
         self.begun: list[RewardBatch] = []
-        """The batch of each call of ``stream``; the caller takes them out."""
+        """The batch of each call of ``stream``, until the caller removes it."""
 
     def stream(self, parts: Iterable[list[Rollout]]) -> Iterator[list[Scored]]:
         """Begin to score every rollout, then return an iterator: ``RewardBatch.deliveries``."""
@@ -782,12 +791,12 @@ class AdvantageStage(Stage):
         self._credit = credit
         self._tasks = tasks
         self.metrics: dict[str, dict[str, float]] = {}
-        """Per task, of the last call."""
+        """Metrics by task, of the last call."""
         self.of_tokens: dict[Sampled, Tensor] = {}
         """The advantages [T] of each rollout of the last call."""
 
     def process(self, items: list[Scored]) -> list[CreditedSample]:
-        """Let each task's algorithm select and credit its records, without those not ``is_trainable``."""
+        """Let each task's algorithm select and credit its records; drop those not ``is_trainable``."""
         by_task: dict[str, list[Scored]] = {name: [] for name in self._tasks}
         for scored in items:
             if is_trainable(self._tasks[scored.rollout.task], scored):
@@ -812,7 +821,7 @@ class UpdateStage(Stage):
         self._step, self._factor, self._compare = 0, 1.0, False
         self._shares: Callable[[Collection[str]], Mapping[str, float]] = lambda _: {}
         self.report = UpdateReport(metrics={}, task_metrics={}, spans=[])
-        """Of the last call."""
+        """Report of the last call."""
 
     def prepare(
         self,
@@ -861,8 +870,8 @@ def sampling_stages(
 ) -> SamplingStages:
     """Return ``rollout -> constraints -> rewards`` for a step or, with another ``purpose``, an evaluation.
 
-    ``RolloutStage`` and ``RewardBatch`` define the settings. With a ``quorum`` below 1, a task whose
-    constraints refuse nothing is judged beside its rewards: a slow judge makes its groups late and no others.
+    ``RolloutStage`` and ``RewardBatch`` define the settings. With a ``quorum`` below 1, constraints of tasks
+    that reject nothing are asked beside the rewards. So a slow judge makes only its task's groups late.
     """
     rollout = RolloutStage(
         engine,

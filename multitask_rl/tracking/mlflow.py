@@ -1,14 +1,15 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
-A background thread does all writes after ``start``; a failing server costs numbers, never the run. What it
-missed and the run's own records hold is sent at the end, or by the resumed run. MLflow takes 0.1 to 0.2 ms of
-a processor for a point, so it gets every point of the first steps alone, then one per so many steps that its
-database grows with the logarithm of the steps: see ``_RESOLUTION``. It cannot delete points: a resumed run
-sends the points that MLflow lacks and leaves out those that it has of repeated steps.
+A background thread makes all writes after ``start``. A failing server costs numbers, never the run. At the
+end, or in the resumed run, MLflow gets what it missed and the run's own records hold.
 
-The curves to look at first have a second name in ``at_a_glance``, the group that MLflow shows first. Rows are
-datasets of the run, some stored rollouts its traces, and saved weights versions of a registered model that
-has the run's name and the aliases ``best`` and ``last_good``.
+- Points: each costs MLflow 0.1 to 0.2 ms of a processor. So it gets every point of the first steps, later
+  one of several (``_RESOLUTION``): its database grows with the logarithm of the steps. It cannot delete
+  points, so a resumed run sends only points that it lacks.
+- The most important curves have a second name in ``at_a_glance``, the group that MLflow shows first.
+- Data sets are inputs of the run. Some stored rollouts are traces.
+- Saved weights are versions of a registered model. It has the run's name and the aliases ``best`` and
+  ``last_good``.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _MAX_NAME = 250
 _MAX_PARAMETER = 500
-"""Characters of a parameter's value; newer servers allow 6000, this one passes everywhere."""
+"""Most characters of a parameter's value on any server; newer ones allow 6000."""
 _MAX_TAG = 5000
 _RUN_TAG = "multitask_rl.run"
 """Tag of a registered model: the run whose weights it has."""
@@ -63,24 +64,24 @@ _RESOLUTION, _HEADLINE_RESOLUTION = 10, 50
 """Kept points of a curve lie at least a 10th (a 50th) of the steps made so far apart: all are kept before
 step 20, and before step 100 those of the curves to look at first."""
 _TRACE_RESOLUTION = 20
-"""The same for traces, in seconds."""
+"""The same for traces, by seconds instead of steps."""
 _TRACED = 2
-"""Tasks that get traces at a time. A trace takes 30 ms, hundreds of tasks would take all of the time."""
+"""Tasks that get traces at a time. A trace takes 30 ms: those of hundreds of tasks would slow the run."""
 _NOTE = "mlflow.note.content"
 _PAGE = "report.html"
 _PAGE_LINE = f"Page of the run: [{_PAGE}]"
 _GATHER_S = 15.0
-"""Points of so many seconds, later of a minute, go to the store together: in each write it looks up the
-newest of each metric."""
+"""Seconds between two writes of points, later a minute: each write looks up the newest point of every
+metric."""
 _GATHERED = 10 * MAX_PER_BATCH
-"""So many points do not wait longer; most of them are not kept."""
+"""This many waiting points are written at once; most of them are not kept."""
 _DIRECTORY_TAG = "multitask_rl.output_dir"
 _SWEEP_TAG = "multitask_rl.sweep"
 _RESUMED_TAG = "resumed_with"
 _KEPT_FILES = ("evaluations.jsonl", "config.yaml")
-"""What ``fetch_run`` needs beside metrics and events, from the output directory."""
+"""Files of the output directory that ``fetch_run`` needs beside metrics and events."""
 _MADE_WITHIN_S = 600.0
-"""A database that is being made is not older."""
+"""An unfinished database that is older, in seconds, was left by a killed process."""
 _AT_A_GLANCE, _NEXT = "at_a_glance/", "at_a_glance_training/"
 _HEADLINES = {
     r"task/([^/]+)/eval": rf"{_AT_A_GLANCE}held_out.\1",
@@ -93,7 +94,7 @@ _HEADLINES = {
     r"task/([^/]+)/entropy": rf"{_NEXT}entropy.\1",
     r"time/step_s": f"{_NEXT}seconds_per_step",
 }
-"""What a person looks at first: metric -> its second name, in the groups that MLflow shows above all.
+"""The most important metrics -> their second names, in the groups that MLflow shows first.
 
 MLflow orders the curves of a group by name: held out, reward, share; eight of two tasks. The second group
 says how the training goes.
@@ -181,9 +182,9 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _make_database(path: Path) -> None:
-    """Make an empty database of MLflow's schema aside and rename it: a kill must not leave half of one.
+    """Make an empty database with MLflow's schema under another name, then rename it: a kill leaves no half.
 
-    MLflow needs seconds for its schema: a database of each version is kept in the user's cache directory.
+    MLflow takes seconds to make its schema, so the user's cache directory keeps a database per version.
     """
     if path.exists():
         return
@@ -215,7 +216,7 @@ def _make_database(path: Path) -> None:
 
 @contextlib.contextmanager
 def _asking_briefly() -> Iterator[None]:
-    """Wait for a server half a minute at most, where MLflow waits several; settings of the user hold."""
+    """Wait at most half a minute for a server, not minutes as MLflow does, unless the user has set it."""
     ours = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
     ours = {name: value for name, value in ours.items() if name not in os.environ}
     os.environ.update(ours)
@@ -274,15 +275,15 @@ class MLflowTracker(Tracker):
         """Metric values left out because they were not finite numbers."""
         self._directory = output_dir.resolve()
         self._sweep = self._directory.parent if self._directory.name.isdigit() else None
-        """Directory of the sweep that this run is a part of: its runs have numbers for names."""
+        """Directory of this run's sweep, in which runs have numbers as names; None = no sweep."""
         self._store = (self._sweep or self._directory).parent / "mlflow.db"
-        """Runs whose directories lie beside each other share it."""
+        """Database that runs in neighbouring directories share."""
         self.uri = config.uri or f"sqlite:///{self._store}"
         self._config = config
         self._last_kept: dict[str, int] = {}
-        """Metric -> step of its newest point that was kept."""
+        """Metric -> step of its newest kept point."""
         self._stored: Counter[tuple[str, int]] = Counter()
-        """Points that MLflow has and that come again: name and step -> how often."""
+        """(metric, step) -> how many of its points MLflow has already and this tracker gets again."""
         self._unmet: tuple[int, int | None] | None = None
         """Step of the resume and bytes of ``metrics.jsonl``, until MLflow's points are compared with it."""
         self._parameters: Mapping[str, Any] = {}
@@ -298,11 +299,11 @@ class MLflowTracker(Tracker):
         self._started_s = time.monotonic()
         self._traced_s = -math.inf
         self._traced: dict[str, float] = {}
-        """Task -> when it got traces last."""
+        """Task -> time of its last traces."""
         self._refused: set[str] = set()
-        """Kinds of things that the store did not take."""
+        """Kinds of calls that the store refused (``_offer``)."""
         self._inputs: set[str] = set()
-        """Names of the data sets that the run has."""
+        """Names of the data sets that MLflow has of the run."""
         self._experiment = ""
         self._model_name = ""
 
@@ -487,7 +488,7 @@ class MLflowTracker(Tracker):
             self._client.log_batch(self._run, metrics=first + new, synchronous=True)
 
     def _keeps(self, name: str, step: int) -> bool:
-        """Whether a point is kept: no kept one is near before it; only earlier points decide."""
+        """Whether to keep a point: the last kept point before it is far enough away."""
         last = self._last_kept.get(name, step)
         is_headline = name.startswith((_AT_A_GLANCE, _NEXT))
         if last < step < last + step // (_HEADLINE_RESOLUTION if is_headline else _RESOLUTION):
@@ -527,7 +528,7 @@ class MLflowTracker(Tracker):
             self._events_written_s = time.monotonic()
 
     def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
-        """Queue the rows as inputs of the run, those that it lacks: source, number and hash."""
+        """Queue data sets that the run lacks as its inputs: source, number of rows, hash."""
         if self._worker is None:
             return
         from mlflow.entities import Dataset, DatasetInput, InputTag
@@ -679,7 +680,7 @@ class MLflowTracker(Tracker):
             self._client.set_tag(self._run, _NOTE, "\n".join([f"{head} {_PAGE_LINE}({link})", *below]))
 
     def _offer(self, kind: str, call: Callable[[], object]) -> None:
-        """Queue what a store may lack (an old server, files): if it fails once, the kind is left out."""
+        """Queue a call that some stores refuse (old servers, files); after a failure, skip its kind."""
 
         def attempt() -> None:
             try:

@@ -97,10 +97,10 @@ class Trainer:
             tasks name.
         config_path: the tasks file, or the tasks as a mapping, in which rewards, constraints and data sets
             may be objects; None = ``config.tasks_file`` and ``config.tasks``.
-        config: the run's configuration; default: ``RunConfig()``.
-        tokenizer: of a model without an ``Actor``; default: the model's own.
-        engine: a rollout engine that is already running; default: the one of ``config.rollout``. It is not
-            closed when the run ends.
+        config: the run's configuration; None = ``RunConfig()``.
+        tokenizer: for an ``actor`` that is a model of ``transformers``; None = the model's own.
+        engine: a rollout engine that already runs, and stays open when the run ends; None = the one of
+            ``config.rollout``.
 
     Raises:
         ConfigError, PluginError, DataError: a setting, plugin or data set cannot be used.

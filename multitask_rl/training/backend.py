@@ -167,7 +167,7 @@ class UpdateResult:
     """Result of one optimizer step, over one minibatch."""
 
     loss: float
-    """Sum over the samples of this optimizer step."""
+    """Sum of the losses of the samples of this optimizer step."""
     norms: dict[str, float] | None
     """``grad_norm`` and ``critic_grad_norm`` of the whole gradient before clipping; None: the gradient was
     not finite and was not applied."""
@@ -188,7 +188,7 @@ class TrainingBackend:
     runner: ModelRunner
     """The models in this process. If the actor has ``parts``, its weights here are NaN, except adapters."""
     optimizer: ActorCriticOptimizer
-    """Of the parameters in ``runner``."""
+    """Optimizer of the parameters in ``runner``."""
 
     @classmethod
     def settings(cls, config: RunConfig) -> Any:

@@ -61,7 +61,7 @@ class Passes:
     """How micro-batches go through the models: whole, in this process. Learner ranks override methods."""
 
     settings = ""
-    """What asks for these passes, for errors."""
+    """The setting that asks for these passes, for errors."""
     layout = ""
     """The only possible layout of micro-batches; empty = any."""
     in_step = False
@@ -132,11 +132,13 @@ class AveragedReference:
 class ModelRunner:
     """Runs actor, critic and reference over samples, for credit and losses.
 
-    ``reference`` is the model that the KL is measured to; None = the actor without its adapters. ``teachers``
-    are by task; each is a model with as many logits as the actor.
-    ``passes``: how micro-batches go through the models; None = whole, in this process.
-    ``shares_prompts``: whether the models can compute a group's prompt once; None = tried on first use.
-    ``is_whole``: all of the actor's weights are here now, so that the layout can be tried.
+    Args:
+        actor, critic, config: those of the run.
+        reference: model that the KL is measured to; None = the actor without its adapters.
+        teachers: by task; each has as many logits as the actor.
+        passes: how micro-batches go through the models; None = whole, in this process.
+        shares_prompts: whether the models can compute a group's prompt once; None = tried on first use.
+        is_whole: this process has all of the actor's weights, so the layout can be tried.
 
     Raises:
         ConfigError: the model cannot do the configured ``batch.layout``.
@@ -272,7 +274,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def pass_reference_idly(self) -> None:
-        """Run the reference and drop its outputs: ranks gather its weights only together."""
+        """Run the reference and drop its outputs: other ranks cannot gather its weights without this one."""
         with self.actor.reference_policy(self.reference) as reference, self._autocast():
             self._forward(reference, self._idle().to(self.actor.device), [])
 
