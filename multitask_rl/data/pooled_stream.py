@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 
 UNSEEN = "unseen"
 _ROW_GAIN = 0.5
-"""Weight of a prompt's newest group: it comes back rarely, and the policy has moved on meanwhile."""
+"""Weight of a row's newest group in its average; large, because the policy changes between its groups."""
 _REPORTED_MOVE = 0.15
-"""An event is made when this part of the draws has moved between pools since the last one."""
+"""An event reports that this share of the draws has moved between pools since the last event."""
 
 
 class PooledStream(PromptStream):
@@ -39,9 +39,11 @@ class PooledStream(PromptStream):
     a pool the row drawn longest ago is next. Shares become whole draws by largest remainder with carry
     (``curriculum/quotas.py``).
 
-    Draws depend on the seed and on the observed rewards; ``state_dict`` holds both. ``spec.by`` is given.
-    ``late_steps``: how many steps after its batch a group may still come; what comes later teaches nothing.
-    Rows that the column does not sort into pools are a ``DataError``.
+    Draws depend on the seed and on the observed rewards; ``state_dict`` holds both. ``spec.by`` must be set.
+    ``late_steps``: most steps that a group may come after its batch; later groups are ignored.
+
+    Raises:
+        DataError: the column does not sort the rows into pools.
     """
 
     def __init__(
@@ -163,9 +165,8 @@ class PooledStream(PromptStream):
     def shift(self) -> float:
         """Return the mean reward of uniformly drawn prompts minus that of the last observed step.
 
-        ``sum_i (n_i / n - d_i) * m_i`` with the pools' part of the prompts, their part of the draws and their
-        mean served rewards, over the pools that were measured. A level without it would fall as the hard
-        prompts are chosen, though nothing was lost.
+        ``sum_i (n_i / n - d_i) * m_i`` over the measured pools: share of the prompts, share of the draws,
+        mean served reward. Without this correction the task's level would fall when harder prompts are drawn.
         """
         known = self._num_without(self._unserved)
         sizes = {name: known[name] for name, e in self._served.items() if e.groups}

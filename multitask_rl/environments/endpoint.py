@@ -56,7 +56,7 @@ class Request:
     max_tokens: int = 0
     stop: list[str] = field(default_factory=list)
     digest: bytes = b""
-    """Of its body: equal for a request that the client repeats."""
+    """Hash of the body; equal for a request that the client repeats."""
     answer: Future[dict[str, Any]] = field(default_factory=Future)
 
 
@@ -214,9 +214,9 @@ def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
 class Agent(AgentWorld):
     """``agent:``: a function of the user's own, ``run(base_url, api_key, row, **arguments)``.
 
-    It returns the reward (a number, a mapping of numbers, None = unscored). An exception is a failure of the
-    infrastructure, so it has to catch what the actor may cause. Of its requests' sampling settings
-    ``max_tokens`` and ``stop`` hold; the distribution is that of the run.
+    It returns the reward (a number, a mapping of numbers, None = unscored). An exception counts as a failure
+    of the infrastructure, so the function must catch errors that the actor causes. Its requests may set
+    ``max_tokens`` and ``stop``; other sampling settings are those of the run.
     """
 
     expects: ClassVar[str] = "'agent:file.py:function' or 'agent:package.module:function'"
@@ -236,7 +236,7 @@ class Agent(AgentWorld):
         (``unfinished`` of the reward ``environment``)."""
 
     def __init_subclass__(cls) -> None:
-        """Find the function, as ``build_foreign`` makes the class of a reference.
+        """Find the function ``target``; ``build_foreign`` makes a subclass per reference.
 
         Raises:
             PluginError: there is none, or it does not take an address, a key and a row.
@@ -311,7 +311,7 @@ class Endpoint:
 
 
 ENDPOINT = Endpoint()
-"""The one of this process."""
+"""The endpoint of this process."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -447,7 +447,7 @@ def _read_request(body: Any) -> Request:
 
 
 def _has_function(value: Any) -> bool:
-    """Whether it is a tool, or a call of one, that is a function with a name."""
+    """Whether ``value``, a tool or a call of one, is a function with a name."""
     function = value.get("function") if isinstance(value, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 

@@ -139,7 +139,7 @@ class RolloutEngine:
         raise NotImplementedError
 
     def retain(self, conversations: Collection[int]) -> None:
-        """Drop keys and values of turns, but not those of ``conversations``. Default: nothing is kept."""
+        """Drop cached keys and values of all conversations except ``conversations``. Default: nothing."""
 
     def call_between_steps(self, hook: Callable[[], None]) -> bool:
         """Call ``hook`` after each decode step from now on; what it raises ends the stream.
@@ -155,7 +155,7 @@ class RolloutEngine:
     def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
         """Use ``weights`` (the actor's state dict) from now on.
 
-        Read each once, in their order, and keep none: those of a sharded actor come as they are read.
+        Read each weight once, in order, and keep none: a sharded actor gathers its weights as they are read.
         """
         raise NotImplementedError
 

@@ -290,7 +290,7 @@ def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
 
 
 class _HasColumns:
-    """Whether a streamed row has the columns that its task reads; the first without is told."""
+    """A filter: whether a streamed row has the columns that its task reads. The first without is logged."""
 
     def __init__(self, spec: TaskSpec) -> None:
         self._spec, self._is_told = spec, False

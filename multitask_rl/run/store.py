@@ -45,8 +45,8 @@ logger = logging.getLogger(__name__)
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
 """Settings of length, place, start and display; a change of one does not change the training itself."""
 _FREE = re.compile(r"^(?:tasks\.([^.]+)|(?!tasks\.)[^.]+)\.\w+_config\.|^device_map\.|^model\.rope_scaling\.")
-"""Keys whose names a user chooses: a change is also one that was added or removed. Any other key that only
-one side has comes from another version of this package, and is no change."""
+"""Keys whose names the user chooses: one that was added or removed counts as a change. Any other key that
+only one side has comes from another version of this package, and does not count."""
 
 
 class RunStore:
@@ -106,7 +106,7 @@ class RunStore:
         self.resumed_at: int | None = None
         """The step from which the run continues its own records; None: they begin anew."""
         self.forked: CheckpointEntry | None = None
-        """What another run said of its checkpoint from which this run began."""
+        """Entry of another run's checkpoint, if this run began from it."""
         self._recorded: set[str] = set()
         """Record files that existed at the last check."""
         self.events: list[Event] = []
@@ -411,7 +411,7 @@ def _resolved(config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any
 
 
 def _model_name(name: Any) -> tuple[str, ...]:
-    """Return what tells a model from others wherever its directory lies; a run's checkpoint has the run."""
+    """Return the end of a path that identifies a model: its name, or run and step of a run's checkpoint."""
     parts = Path(str(name)).parts
     return parts[-4:] if parts[-3:-2] == ("checkpoints",) else parts[-1:]
 

@@ -13,7 +13,7 @@ from multitask_rl.records import Direction, Statistic
 
 _LEVEL = 0.05
 NOT_TOLD_APART = "not told apart"
-"""The verdict of a difference that chance may have made."""
+"""Verdict of a difference that may be chance."""
 _MAX_Z = 8.0
 """Largest reported z: beyond it the tail probability is below double precision."""
 
@@ -59,10 +59,10 @@ def summarise(
     """Return the mean of the finite values, their number and the standard error of the mean.
 
     The error counts prompts, because values of one prompt are correlated (linearised error of a ratio,
-    Cochran, "Sampling Techniques", 1977, 6.4). Values that are all at the two ends of their declared range,
-    0 and 1 if none is declared, are a rate; a metric without an upper end, such as a loss, is none. The error
-    of a rate is at least Agresti and Coull's (two successes and two failures added): above 0 even if the
-    event has not occurred.
+    Cochran, "Sampling Techniques", 1977, 6.4). If all values are at the two ends of their declared range
+    (0 and 1 if none is declared), they are a rate; a metric without an upper end, such as a loss, never is.
+    The error of a rate is at least Agresti and Coull's (two successes and two failures added), so it is above 0
+    even if the event has not occurred.
 
     ``prompts`` holds the prompt of each value (empty = all differ); ``Statistic.values`` are the means of the
     prompts in ``keep``, in this order.
@@ -74,7 +74,7 @@ def summarise(
             by_prompt.setdefault(owner, []).append(value)
     found = [value for own in by_prompt.values() for value in own]
     n, units = len(found), len(by_prompt)
-    # rounding may put the mean of equal values beside them, which is no spread
+    # rounding can make the mean of equal values differ from them; that is no spread
     mean = min(max(math.fsum(found) / n, min(found)), max(found)) if n else math.nan
     error = math.nan
     if units > 1:

@@ -21,8 +21,8 @@ _LEVEL = 0.05
 class Spread:
     """Variance of a mean over seeds and prompts, in two parts with their degrees of freedom.
 
-    ``seeds`` holds what runs of other seeds would change, and the noise of each value; ``prompts`` what other
-    prompts would change besides.
+    ``seeds``: variance between runs of other seeds, with the noise of each value. ``prompts``: the further
+    variance between other prompts.
     """
 
     seeds: float
@@ -31,7 +31,7 @@ class Spread:
     """At least 0."""
     prompts_degrees: float
     total: float
-    """Variance of the mean: the sum of both but for a ``prompts`` that is negative by chance."""
+    """Variance of the mean: the sum of both. If ``prompts`` was negative, less, but at least ``seeds / 2``."""
 
     def half_width(self, level: float = _LEVEL) -> float:
         """Return half of the interval that covers ``1 - level``.
@@ -173,8 +173,8 @@ def compare_arms(
 def mean_of_arm(values: Sequence[Sequence[float]], *, crossed: bool = True) -> tuple[float, float, float]:
     """Return the mean of an arm [runs, held-out prompts] and the ends of its 95 % interval.
 
-    Of several runs it is the interval of other seeds and prompts, of one run that of other prompts; it is NaN
-    without variance. ``crossed`` as in ``compare_arms``.
+    With several runs the interval covers other seeds and prompts, with one run other prompts; it is NaN
+    without variance. ``crossed``: see ``compare_arms``.
     """
     if len(values) > 1 and not crossed:
         runs = np.array([float(np.nanmean(_array(run))) for run in values])

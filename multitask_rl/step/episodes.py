@@ -23,9 +23,9 @@ from multitask_rl.seeding import derive_seed
 from multitask_rl.step.task_state import TaskState
 
 MOST_TRIES = 3
-"""An episode whose world fails begins again until it has begun so often; then it is a failure."""
+"""Most tries that fail by themselves; then the episode is a failure."""
 MOST_CHARACTERS = 128
-"""A longer text per token of the limit is too long for it, whatever the tokenizer: it is not encoded."""
+"""A text with more characters per token of the limit exceeds it with any tokenizer: it is not encoded."""
 MOST_LOST = 10
 """Most tries whose world was lost because its process ended: another episode in it may be the cause."""
 
@@ -40,7 +40,7 @@ class Episode:
     context_ids: list[int] = field(default_factory=list)
     """[C] everything before the next answer."""
     following: Turn = field(default_factory=lambda: Turn(num_tokens=0))
-    """The turn to come: what the world said."""
+    """The next turn; it has what the world said, not yet the answer."""
     ticket: int = 0
     """Number of its world in the pool."""
     seed: int = 0
@@ -133,7 +133,7 @@ class Episodes:
                 prompt.position = positions[prompt.group_id]
 
     def begin(self, slots: Sequence[Rollout], seeds: Sequence[int]) -> None:
-        """Open a world for every empty rollout; ``seeds`` are of the worlds."""
+        """Open a world for every empty rollout; ``seeds``: one per world."""
         for slot, seed in zip(slots, seeds, strict=True):
             self._begin(Episode(slot, slot, seed=seed))
 

@@ -57,7 +57,7 @@ class RankGroup(TrainingBackend):
     Args:
         main: backend of this process, with whole models; computes rank 0's part unless ``sharded``.
         config, launch: the run, and how a rank is started.
-        devices: of actor and critic, by rank.
+        devices: [ranks] (actor's device, critic's device).
         context: ranks that share a sequence.
         sharded: every rank holds a part of actor and reference.
         tensor: ranks that compute every layer together; above 1 only with ``sharded``.
@@ -193,9 +193,9 @@ class RankGroup(TrainingBackend):
     def _call(self, name: str, *given: Any, each: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
         """Run a method of all ranks at the same time; return their results that are not None, rank 0's first.
 
-        ``name`` is that of a method of ``Rank`` or of its parts (``shards.keep``). Its arguments are
-        ``given`` or, of each rank, ``each``. A signal waits for the end of the call: no rank could be called
-        after half of one, and the run could not be saved.
+        ``name`` is a method of ``Rank`` or of one of its attributes (``shards.keep``). All ranks get the
+        arguments ``given``, or rank ``i`` gets ``each[i]``. A signal waits for the end of the call: after
+        half a call no rank can be called again, so the run could not be saved.
         """
         what, each = name.rpartition(".")[2], each or [given] * self.num_ranks
         self._connections.arrived = {}
@@ -293,7 +293,7 @@ class RankGroup(TrainingBackend):
         return StepStartOutputs.merge(shares, self._call("step_start_outputs", each=work))
 
     def spread(self, engine: RolloutEngine) -> RolloutEngine:
-        """Return an engine that samples on all ranks; ``engine`` if its weights are its own, or in parts."""
+        """Return an engine that samples on all ranks; ``engine`` if it has a copy, or ranks hold parts."""
         can_spread = engine.shares_weights and self._rank.own is self._main
         return SpreadEngine(engine, self) if can_spread else engine
 
@@ -308,7 +308,7 @@ class RankGroup(TrainingBackend):
         indices = [[free[position] for position in shares.get(rank, ())] for rank in range(self.num_ranks)]
         indices[0] = sorted({*range(len(requests))} - {i for share in indices[1:] for i in share})
         connections, owed = self._connections, Counter[int]()
-        """``owed``: answers that a rank has still to send, by rank."""
+        """``owed``: rank -> number of answers that it has still to send."""
 
         def received(until: float | None = None) -> Iterator[list[Ended]]:
             """Yield what the other ranks send until all are done, or until nothing has come at ``until``."""
@@ -344,7 +344,7 @@ class RankGroup(TrainingBackend):
             raise ended_by
 
     def retain(self, conversations: Collection[int]) -> None:
-        """Let the other ranks drop keys and values, but not those of ``conversations``."""
+        """Let the other ranks drop the cache of all conversations except ``conversations``."""
         if self._homes and not self._connections.has_lost:
             self._homes.retain(conversations)
             self._call("retain", list(conversations))
@@ -485,7 +485,7 @@ class RankGroup(TrainingBackend):
 class SpreadEngine(WrappedEngine):
     """``engine`` in rank 0 and one like it in every other rank of ``group``.
 
-    A sample carries its seed: the rank that draws it changes only the last bits of its log-probabilities.
+    Each sample has its own seed, so the rank that draws it affects only the last bits of log-probabilities.
     """
 
     def __init__(self, engine: RolloutEngine, group: RankGroup) -> None:

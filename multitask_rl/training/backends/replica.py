@@ -44,7 +44,7 @@ from multitask_rl.training.forward import assume_split
 from multitask_rl.training.runner import ModelRunner
 
 _END_WITHIN_S = 2.0
-"""A rank ends at most so many seconds after rank 0."""
+"""A rank ends within this many seconds after rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +56,7 @@ class Setup:
     host: str
     port: int
     devices: Sequence[tuple[str, str]]
-    """Of actor and critic, by rank."""
+    """[ranks] (actor's device, critic's device)."""
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
@@ -144,7 +144,7 @@ class Rank:
     """
 
     shards: Shards
-    """Of sharded models only."""
+    """Set only if the models are sharded."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class Rank:
         if ranks.context > 1:
             own.runner.passes = ContextPasses(ranks)
         self._has_new_weights = False
-        """Since the engine last read them."""
+        """The weights changed since the engine last read them."""
 
     def fill(self, numbers: Sequence[int]) -> None:
         """Receive the tensors ``numbers`` from rank 0."""
@@ -199,7 +199,7 @@ class Rank:
         return None if self.ranks.rank else found
 
     def probe(self, expected: torch.Tensor | None = None) -> None:
-        """Try a pass through the actor in parts; rank 0 has the ``expected`` outputs of the whole one."""
+        """Try a pass through the sharded actor; rank 0 compares it with ``expected``, the whole actor's."""
         probe(self.own.runner.actor.model, self.own.runner.passes, expected)
 
     def step_start_outputs(
@@ -219,7 +219,7 @@ class Rank:
     ) -> UpdateResult | None:
         """Make an optimizer step with the other ranks; only the first of the peers returns the result.
 
-        ``seed`` is of the adapters' dropout: a resumed run repeats it. None: as the random state is.
+        ``seed``: of the adapters' dropout, which a resumed run repeats; None = the present random state.
         """
         for name, coefficient in coefficients.items():
             self.own.tasks[name].kl_coefficient = coefficient
@@ -233,7 +233,7 @@ class Rank:
         return None if self.ranks.peer_index else result
 
     def retain(self, conversations: Sequence[int]) -> None:
-        """Do nothing at rank 0, whose engine is another's; see ``Replica``."""
+        """Do nothing: rank 0's engine is not part of its ``Rank``; see ``Replica``."""
 
     def score_texts(self, samples: Sequence[TrainSample], with_kl: bool, task: str) -> Any:
         """Return ``ModelRunner.score_texts`` at rank 0, None elsewhere; all ranks compute all samples."""
@@ -327,7 +327,7 @@ class Replica(Rank):
         """Do nothing: the message itself ends ``sample``, whose hook sees that one came."""
 
     def retain(self, conversations: Sequence[int]) -> None:
-        """Drop keys and values of turns, but not those of ``conversations``."""
+        """Drop cached keys and values of all conversations except ``conversations``."""
         if self._engine is not None:
             self._engine.retain(conversations)
 
