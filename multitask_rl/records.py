@@ -173,7 +173,7 @@ class Turn:
     response: str = ""
     """The answer as text, as ``Rollout.response``."""
     finish_reason: str = "stop"
-    """Of the answer, as ``Rollout.finish_reason``."""
+    """Why the answer ended; see ``Rollout.finish_reason``."""
     info: dict[str, Any] = field(default_factory=dict)
     """``StepResult.info`` of the world's reply to the answer."""
     reward: float | Mapping[str, float] | None = None
@@ -207,13 +207,13 @@ class Rollout:
     """Training steps that the weights had made when they sampled it; of an episode, its first turn."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     verdicts: dict[str, Verdict | Failure] = field(default_factory=dict)
-    """By constraint name."""
+    """Constraint -> its result."""
     rejected: bool = False
     """A constraint in mode ``reject`` rejected it; another attempt follows unless the attempts ran out."""
     failure: Failure | None = None
     """The engine or the world failed; there is no response to score."""
     turns: list[Turn] = field(default_factory=list)
-    """Of an episode, one at least; empty for a task of one turn."""
+    """The turns of an episode, at least one; empty for a task of one turn."""
     earned: float | Mapping[str, float] | None = None
     """What the environment gave the whole episode; None = unscored."""
     token_limit: int = 0
@@ -301,7 +301,7 @@ class Scored:
     """Weighted sum of the applicable rewards minus penalties; of a task of constraints alone 1 - ``cost``.
     None = no reward: it failed (see ``failure``), or the response was rejected or is not scored."""
     breakdown: dict[str, RewardResult] = field(default_factory=dict)
-    """By reward name, as each plugin returned it."""
+    """Reward -> result that its plugin returned."""
     terms: Sequence[tuple[float, float]] = ()
     """(weight, value) of each summand of ``reward``: rewards (negative weight if lower is better), then
     penalties, in the same order in all records of a task; NaN = not applicable."""
@@ -541,7 +541,7 @@ class DatasetRecord:
     task: str
     is_held_out: bool
     source: str
-    """As the tasks file names it."""
+    """Name of the data set in the tasks file."""
     num_rows: int | None
     """None = streamed: unknown."""
     digest: Callable[[], str]

@@ -27,7 +27,7 @@ from multitask_rl.report.summary import run_changes, summarise_run
 
 _HISTORY_ROWS = 12
 _MOST_COLUMNS = 24
-"""Of the table of shares and changes."""
+"""Most columns of the table of shares and changes."""
 
 
 def main_report(argv: Sequence[str]) -> int:

@@ -325,7 +325,7 @@ _FORMS = {
     "is not a valid bool": "true or false",
     "is not a ListConfig": "a list, KEY=[VALUE,VALUE]",
 }
-"""What OmegaConf says of a wrong type -> what is allowed."""
+"""Message of OmegaConf about a wrong type -> what is allowed."""
 
 
 def is_run_configuration(file: str) -> bool:

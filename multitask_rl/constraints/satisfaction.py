@@ -12,7 +12,7 @@ from multitask_rl.statistics.definitions import violations
 from multitask_rl.statistics.intervals import rate_upper_bound
 
 PREFIX = "constraint/"
-"""Of metric names."""
+"""Prefix of the names of metrics."""
 
 
 def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:

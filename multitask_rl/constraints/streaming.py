@@ -29,7 +29,7 @@ class StreamJudge:
         self._text = text
         self._slots: dict[int, tuple[Rollout, TaskSpec]] = {}
         self.verdicts: dict[int, dict[str, Verdict | Failure]] = {}
-        """By seed of an ended response: the verdicts that ended it."""
+        """Seed of an ended response -> verdicts that ended it."""
 
     def watch(self, seed: int, slot: Rollout, spec: TaskSpec) -> Watch | None:
         """Watch the response with ``seed``; None if its task has no streaming constraint."""

@@ -31,7 +31,7 @@ BLOCK = 1024
 _GAP = 64
 """Rows that may be passed over where rows are read in their order: those that are held out."""
 _BLOCK_BYTES = 1 << 22
-"""Of the texts in a block of rows."""
+"""Most bytes of text in a block of rows."""
 _FREE_BYTES = 1 << 28
 _RATIO = 100
 """A compressed file may expand to ``_FREE_BYTES`` or ``_RATIO`` times its size, whichever is more: text

@@ -1,4 +1,4 @@
-"""From a reference of the tasks file to a ``World``."""
+"""Makes a ``World`` from a reference in the tasks file."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WorldSpec:
     reference: str
     config: Mapping[str, Any] = field(default_factory=dict)
     where: str = "environment"
-    """Its place, for messages."""
+    """Place of the reference in the tasks file, for messages."""
     timeout_s: float = 30.0
-    """Longest call."""
+    """Longest call, in seconds."""
     max_tool_calls: int = 0
     """Most calls of tools in an episode; 0 = any number."""
 

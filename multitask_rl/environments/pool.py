@@ -54,7 +54,7 @@ class _Worker:
 
     def __init__(self, arrived: queue.SimpleQueue[Arrival], output: PluginOutput) -> None:
         self.tickets: set[int] = set()
-        """Of its episodes, also of those that are being closed."""
+        """Tickets of its episodes, also of those that are being closed."""
         self.is_retired = False
         """It holds a call that hangs: it gets no new episode, and is killed when its others have ended."""
         self.has_ended = False
@@ -141,7 +141,7 @@ Arrival = tuple[_Worker, int, Any, float]
 class _Episode:
     task: str
     order: tuple[Any, ...]
-    """That begins it, until it has a worker."""
+    """Order that begins the episode, kept until it has a worker."""
     worker: _Worker | None = None
     asked_at: float | None = field(default_factory=time.monotonic)
     """When the call under way began, its wait for a worker included."""
@@ -184,7 +184,7 @@ class WorldPool:
         self._arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._seconds: dict[int, float] = {}
         self._answers: list[tuple[int, Answer]] = []
-        """That ``poll`` has not returned yet."""
+        """Answers that ``poll`` has not returned yet."""
         self._numbers = itertools.count(1)
         self._output = PluginOutput("environment")
 

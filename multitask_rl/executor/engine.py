@@ -144,7 +144,7 @@ class RayEngine(RolloutEngine):
         self._joining: dict[Any, ActorCall] = {}
         """What the replicas that are started do: ``load``, then ``update_weights``."""
         self._deaths = Counter[int]()
-        """Of replicas, since they were ready."""
+        """Replica -> number of its deaths since it was ready."""
         self._events: list[tuple[str, str]] = []
         self._absent = set(range(ray.num_engines))
         """Replicas that are not ready, and not because they take weights."""
@@ -179,7 +179,7 @@ class RayEngine(RolloutEngine):
         sent, monitors = without_monitors(requests)
         unfinished = {(i, j) for i, request in enumerate(requests) for j in range(len(request.seeds))}
         given: dict[int, _Share] = {}
-        """By busy replica."""
+        """Busy replica -> its share."""
         waiting: set[tuple[int, int]] = set()
         """Samples of replicas that were lost or are late."""
         calls: dict[Any, ActorCall] = {}

@@ -83,11 +83,11 @@ class DealtRound(Generic[T]):
         self._rollouts: list[Rollout] = []
         self._order: list[int] = []
         self._answers: Future[dict[int, T]] = Future()
-        """By index, once all are there."""
+        """Index of a rollout -> answer; done once all are there."""
         self._began = self._ended = 0.0
         self._number = next(_ROUND_NUMBERS)
         self._places: list[list[int]] = [[] for _ in range(len(group))]
-        """By pool: indices of its rollouts."""
+        """[pools] indices of the rollouts that a pool scores."""
         self._sent: dict[Any, ActorCall] = {}
 
     def add(self, rollouts: Sequence[Rollout]) -> None:

@@ -76,7 +76,7 @@ def _check_tied(model: Any, where: str) -> None:
 
 
 def models_below(name: str) -> list[str]:
-    """Return ``name``; if it is a directory of adapters, then the model that they name, and so on.
+    """Return ``name`` and, while the last one is a directory of adapters, the model that these name.
 
     The last one holds whole weights: adapters may have been trained over a model with adapters merged in.
 
@@ -162,9 +162,9 @@ class MergedWeights(WeightStream):
         return merged
 
     def over(self, base: Mapping[str, Tensor]) -> MergedWeights:
-        """Return a copy of the adapters, without the layers below them, over ``base`` on another node.
+        """Return a copy for another node: these adapters, without the layers below them, over ``base``.
 
-        ``to_device`` has to follow there.
+        Call ``to_device`` there.
         """
         return MergedWeights(base, {n: _above(layer) for n, layer in self.adapters.items()}, self.device)
 
@@ -201,7 +201,7 @@ def _adapted_weight(name: str, layer: Any) -> str:
 def merged_weights(model: Any, weights: Mapping[str, Tensor] | None) -> MergedWeights:
     """Return the weights of the base model with the adapters merged in; the model is unchanged.
 
-    ``weights`` are those of the base model, by name in ``model``, if they are not there.
+    ``weights``: those of the base model, by name in ``model``; None = they are in ``model``.
     """
     from peft.tuners.lora import LoraLayer
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 TRIAL_ERRORS = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)
-"""What a model raises that cannot compute what is tried."""
+"""Errors of a model that cannot compute what is tried."""
 
 
 def trial_tolerance(model: Any) -> float:

@@ -25,11 +25,11 @@ _MOST_POINTS = 120
 """Of a curve of training rewards; of longer ones each point is the mean of a block of steps."""
 _MOST_PROMPTS = 300
 _MOST_ANSWERS = 3
-"""Of one arm to one prompt: the newest."""
+"""Most answers of one arm to one prompt: the newest ones."""
 _MOST_CHARACTERS = 6_000
-"""Of one prompt or answer."""
+"""Most characters of one prompt or answer."""
 _TEXT_BYTES = 12_000_000
-"""Of all prompts and answers, before they are compressed."""
+"""Most bytes of all prompts and answers before compression."""
 _RECORD_BYTES = 200_000_000
 """Read of all runs' stored samples together, the newest of each; at most a twelfth of it of one run."""
 _Spent = Callable[[int], dict[str, float]]

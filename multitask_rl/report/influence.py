@@ -21,7 +21,7 @@ from multitask_rl.tracking.reading import Evaluation, RunRecord
 _MOST_INTERVALS = 12
 """Rows of the table; of more evaluations each row joins several."""
 _MOST_CONDITION = 1e8
-"""Of the shares; above it they are taken as collinear."""
+"""Condition number of the shares above which they count as collinear."""
 _FEWEST_DEGREES = 3
 """Of freedom. Student's intervals of one are four times as wide as those of three."""
 

@@ -10,7 +10,7 @@ from typing import Any
 CHUNK = 256
 """Samples of one chunk."""
 _MOST_CHARACTERS = 100_000
-"""Of one text in the page; the rest is in ``rollouts.jsonl``."""
+"""Most characters of one text in the page; the rest is in ``rollouts.jsonl``."""
 _MOST_OF_A_COLUMN = 2_000
 """Characters of one column of the row of the data set."""
 _TEXTS = ("sample", "attempt", "breakdown", "failure", "finish_reason", "verdicts", "turns")

@@ -51,7 +51,7 @@ class GenerationRequest:
     seeds: Sequence[int]
     """One 63-bit seed per sample. The same weights, prompt and seed give the same tokens in every call."""
     watch: Watch | None = None
-    """Only for engines with ``can_watch``."""
+    """Monitor of the samples; only for engines with ``can_watch``."""
     conversations: Sequence[int] = ()
     """Per sample the number of its conversation: a later request of that number continues it, so that the
     engine may keep the keys and values. Empty: nothing continues these samples."""

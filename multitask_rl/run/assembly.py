@@ -68,7 +68,7 @@ class RunParts:
     flow: DataFlow
     """All stages of a step, with those of the user."""
     learning: DataFlow
-    """From the advantages on."""
+    """The stages from the advantages on."""
     advantages: AdvantageStage
     texts: TokenTexts
     update: UpdateStage

@@ -28,7 +28,7 @@ class DirectoryLock:
     """
 
     _newest: ClassVar[WeakValueDictionary[Path, DirectoryLock]] = WeakValueDictionary()
-    """By directory: the last one of this process."""
+    """Directory -> last lock of this process."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

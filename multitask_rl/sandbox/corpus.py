@@ -59,7 +59,7 @@ class CorpusFinding:
     pass_fraction: float | None = None
     wall_s: float = 0.0
     problems: tuple[str, ...] = ()
-    """What differs from the manifest; empty when nothing does."""
+    """Differences from the manifest."""
     skipped: str = ""
     """Why it did not run."""
     note: str = ""

@@ -40,13 +40,13 @@ class PluginPlan:
     source: str
     """Name of the plugin in failures."""
     where: str
-    """Its place in the tasks file, for messages."""
+    """Place of the plugin in the tasks file, for messages."""
     key: bytes
     """Digest of plugin, version and configuration: equal plans share a lane and cached results."""
     isolate: bool
     """It runs in worker processes."""
     seed: int = 0
-    """Of the random numbers that it draws in worker processes."""
+    """Seed of the random numbers that the plugin draws in worker processes."""
     memory_mb: int = 0
     """MiB that scoring may add to the memory of a worker; 0 = no limit."""
 

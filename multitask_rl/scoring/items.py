@@ -53,13 +53,13 @@ class Item:
     result: Result | None = None
     """The first result counts; later ones (of a hedge or an abandoned call) are dropped."""
     seconds: float = 0.0
-    """Its share of the call that answered it."""
+    """Its share of the seconds of the call that answered it."""
     attempts: int = 0
     """Retries after ``infra`` failures."""
     deaths: int = 0
     """Worker processes that died while they scored it."""
     crashes: int = 0
-    """Of these, processes that nothing outside killed."""
+    """Of these deaths, those that nothing outside caused."""
     spent: float = 0.0
     """Seconds that it took in processes that it ended."""
     alone: bool = False
@@ -73,15 +73,15 @@ class Item:
     counted: bool = False
     """Its seconds are in the task's numbers."""
     ready_at: float = 0.0
-    """Not before (pause before a retry)."""
+    """``time.monotonic()`` before which it is not sent again (pause before a retry)."""
     trouble: Failure | None = None
     """Its failure if the plugin does not answer the probe either; it is not tried again."""
     passed_limit: bool = False
     """The trouble is a limit of time or memory."""
     probe: Item | None = None
-    """The same row with an empty response: does the plugin answer that?"""
+    """An item with the same row and an empty response; shows whether the plugin itself works."""
     subject: Item | None = None
-    """A probe's: the item it was made for."""
+    """If this is a probe: the item that it was made for."""
 
     @property
     def is_open(self) -> bool:

@@ -41,7 +41,7 @@ class Lane:
     def __init__(self, source: str, *, num_workers: int, retries: int, limiter: Limiter) -> None:
         self.source = source
         self.facts = PluginFacts()
-        """Those of the built plugin, once its first runner is up."""
+        """Facts of the built plugin, known once its first runner is up."""
         self.num_workers = num_workers
         self.retries = retries
         self.breaker = CircuitBreaker(source)

@@ -101,12 +101,12 @@ class Round(Generic[T]):
         self._plugins, self._cache, self._lock, self._collect = plugins, cache, lock, collect
         self._latch = Latch()
         self._lanes: set[Lane] = set()
-        """Those that were asked."""
+        """Lanes that were asked."""
         self._items: dict[tuple[bytes, str], Item] = {}
         """By the cache's key and the value of an overrun, which depends on the task."""
         self._prompts: dict[int, bytes] = {}
         self._held: dict[int, list[tuple[Lane, Item]]] = {}
-        """By index: items for plugins that take batches."""
+        """Index of a rollout -> items for plugins that take batches, held until the round is sealed."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """See ``Pending``; a rollout with a failure gets no questions."""

@@ -28,7 +28,7 @@ class TaskCounts:
     """Results of responses that exceeded a limit of time or memory."""
     failures: Counter[FailureKind] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """By name of reward or constraint."""
+    """Reward or constraint -> seconds of its calls."""
 
     def add(self, results: Iterable[Result]) -> None:
         """Count one sample with its results."""

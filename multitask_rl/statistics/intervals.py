@@ -59,9 +59,9 @@ def summarise(
     """Return the mean of the finite values, their number and the standard error of the mean.
 
     The error counts prompts, because values of one prompt are correlated (linearised error of a ratio,
-    Cochran, "Sampling Techniques", 1977, 6.4). If all values are at the two ends of their declared range
-    (0 and 1 if none is declared), they are a rate; a metric without an upper end, such as a loss, never is.
-    The error of a rate is at least Agresti and Coull's (two successes and two failures added), so it is above 0
+    Cochran, "Sampling Techniques", 1977, 6.4). Values are a rate if all are at the two ends of their declared
+    range, 0 and 1 if none is declared; a metric without an upper end, such as a loss, is never a rate. The
+    error of a rate is at least Agresti and Coull's (two successes and two failures added), so it is above 0
     even if the event has not occurred.
 
     ``prompts`` holds the prompt of each value (empty = all differ); ``Statistic.values`` are the means of the

@@ -31,7 +31,7 @@ class Spread:
     """At least 0."""
     prompts_degrees: float
     total: float
-    """Variance of the mean: the sum of both. If ``prompts`` was negative, less, but at least ``seeds / 2``."""
+    """Variance of the mean: the sum of both; less if ``prompts`` was negative, at least ``seeds / 2``."""
 
     def half_width(self, level: float = _LEVEL) -> float:
         """Return half of the interval that covers ``1 - level``.

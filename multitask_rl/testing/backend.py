@@ -28,7 +28,7 @@ from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
 
 _LARGEST_GAP = 1e-5
-"""Of two gradients, relative to their norm."""
+"""Largest difference of two gradients, relative to their norm."""
 
 
 def check_backend(plugin: str, config: Mapping[str, Any] | None = None) -> list[Finding]:

@@ -38,7 +38,7 @@ class CheckReport:
     plugin: str
     kind: str
     traits: PluginTraits | None
-    """Of a reward or constraint."""
+    """Traits of a reward or constraint."""
     findings: tuple[Finding, ...]
 
     @property

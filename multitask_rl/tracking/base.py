@@ -21,7 +21,7 @@ from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
 SAMPLES_EVERY_S = 60.0
-"""How often a tracker with pages of its own gets samples."""
+"""Seconds between the samples that a tracker with pages of its own gets."""
 SAMPLE_COLUMNS = ["step", "task", "prompt", "response", "reward"]
 TO_ACT_ON = ("alarm", "failed", "hacking", "rollback", "starved", "stop")
 """Kinds of events that a person should act on."""
@@ -157,7 +157,7 @@ class Trackers:
         further: Mapping[str, Tracker] | None = None,
     ) -> None:
         self.directory = Path(output_dir)
-        """Of the run."""
+        """The run's output directory."""
         self._identities: dict[str, str] = json.loads(run_id) if run_id else {}
         self.failures: dict[str, str] = {}
         """Trackers left out: name -> what went wrong."""

@@ -69,7 +69,7 @@ class CheckpointStore:
         if is_writer:
             self._put_back()
         self.entries: dict[int, CheckpointEntry] = {}
-        """Of complete checkpoints, by step."""
+        """Step -> entry, of complete checkpoints."""
         for step in self._on_disk():
             path = self.path(step)
             try:

@@ -19,9 +19,9 @@ MASTER = "master"
 LOSS_SCALE = "loss_scale"
 FIRST_SCALE, SMALLEST_SCALE, LARGEST_SCALE = 2.0**16, 2.0**-8, 2.0**24
 GROWTH = 2.0 ** (1 / 64)
-"""Of the loss scale after each step: it doubles in 64."""
+"""Factor on the loss scale after each step: it doubles in 64 steps."""
 SHRINKAGE = 0.25
-"""Of the loss scale at an overflow."""
+"""Factor on the loss scale after an overflow."""
 
 
 def schedule_factor(config: OptimizerConfig, step: int, max_steps: int) -> float:

@@ -40,7 +40,7 @@ class Execution:
     stdout_length: int
     stderr_length: int
     is_full: bool
-    """Its output reached the largest file size."""
+    """The output reached the largest file size."""
     is_killed_by_us: bool = False
     """The keeper ended it after its work."""
 

@@ -96,7 +96,7 @@ class CellKeeper:
         self.cell_pid = launch(Layout(**config["layout"]), theirs, config["level"])
         theirs.close()
         self._zygotes = {"": ZygoteProcess(ours, trainer)}
-        """By the package that is loaded."""
+        """Package that the zygote has loaded ("" = none) -> zygote."""
 
     def run(self, job: dict[str, Any], blobs: list[bytes]) -> tuple[dict[str, Any], list[bytes]]:
         """Run one job; return result and output: ``cancelled`` alone for a cancelled job."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from . import landlock, linux, seccomp
 
 _Command = tuple[list[str], dict[str, str], set[int]]
-"""What to execute: arguments, environment, descriptors to keep."""
+"""A program to execute: arguments, environment, descriptors to keep open."""
 
 CELL_UID = 1000
 """The programs' user and group inside."""
@@ -54,12 +54,12 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What of this machine a cell may see, read only."""
+    """The paths of this machine that a cell may read."""
 
     executable: str
     """The base interpreter, symbolic links resolved."""
     prefix: str
-    """Its ``sys.base_prefix``."""
+    """``sys.base_prefix`` of the interpreter."""
     packages: list[str]
     """Directories of third-party packages that programs may import."""
     bwrap: str

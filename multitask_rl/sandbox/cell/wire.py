@@ -38,7 +38,7 @@ class Exit(NamedTuple):
 
     identity: int
     status: int
-    """As ``wait4`` gives it."""
+    """Exit status, as ``wait4`` gives it."""
     wall_s: float
     cpu_s: float
     peak_kb: int

@@ -280,7 +280,7 @@ class _RayRank:
 
 
 class _Rank:
-    """In the Ray actor."""
+    """The learner rank inside a Ray actor."""
 
     def serve(self, where: dict[str, Any]) -> None:
         if not serve(**where):

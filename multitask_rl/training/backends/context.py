@@ -32,7 +32,7 @@ class Part:
     """The part of a micro-batch's sequences that one rank of a context group computes."""
 
     batch: MicroBatch
-    """Its own positions and response tokens."""
+    """The positions and response tokens of this rank."""
     tokens: Tensor
     """[own N] indices of these tokens among the micro-batch's response tokens."""
     most: int

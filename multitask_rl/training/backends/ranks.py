@@ -33,7 +33,7 @@ class _CopiesMesh(DeviceMesh):
     """A mesh [copies, parts]. Torch would cut it by this process's rank in the default group."""
 
     parts: DeviceMesh
-    """Of the ranks that hold a copy with this one."""
+    """Mesh of the ranks that together hold one copy of the models, with this rank."""
 
     def __getitem__(self, _names: Any) -> DeviceMesh:
         return self.parts

@@ -107,7 +107,7 @@ class Shards:
     """
 
     settings = ShardedPasses.settings
-    """What asks for these parts, for errors."""
+    """The setting that asks for these parts, for errors."""
 
     @classmethod
     def cut_models(
@@ -134,7 +134,7 @@ class Shards:
         self._ranks, self._spec = ranks, spec or ShardSpec()
         named = dict(model.named_parameters())
         self.names = list(named)
-        """Of the parameters, tied ones once."""
+        """Names of the parameters; tied ones are there once."""
         self._dims = [self._spec.dims.get(name) for name in named]
         """[names] the dimension that tensor parallelism cuts, if any."""
         self.parameters: list[Any] = list(named.values())
