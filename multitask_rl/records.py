@@ -77,13 +77,13 @@ class Verdict:
     """The result of a constraint for one rollout."""
 
     cost: float
-    """In [0, 1]; 0 = satisfied."""
+    """The cost, in [0, 1]; 0 = satisfied."""
     violated: bool
     reason: str = ""
     applicable: bool = True
     """False: the constraint does not apply to the sample, which counts in no rate and no mean cost."""
     turn: int = 0
-    """Of an episode: the turn that it judges, from 1; 0 = the whole response."""
+    """Turn of an episode that it judges, from 1; 0 = the whole response."""
 
     def of_turn(self, number: int) -> Verdict:
         """Return the verdict on a response as one on the turn ``number`` of an episode."""
@@ -543,7 +543,7 @@ class DatasetRecord:
     source: str
     """Name of the data set in the tasks file."""
     num_rows: int | None
-    """None = streamed: unknown."""
+    """Number of rows; None = streamed, so not known."""
     digest: Callable[[], str]
     """Computes a hash of all rows, which it reads; of a streamed data set, of the first rows."""
 

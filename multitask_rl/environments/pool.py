@@ -144,9 +144,9 @@ class _Episode:
     """Order that begins the episode, kept until it has a worker."""
     worker: _Worker | None = None
     asked_at: float | None = field(default_factory=time.monotonic)
-    """When the call under way began, its wait for a worker included."""
+    """Time at which the call under way began; its wait for a worker counts."""
     deadline: float | None = None
-    """When the call under way is too late."""
+    """Time at which the call under way is too late."""
     is_open: bool = True
     """The caller has neither cancelled it nor got its last answer."""
     is_built: bool = False

@@ -53,13 +53,13 @@ _HOOK_EVERY_S = 1.0
 
 @dataclass(slots=True)
 class _Share:
-    """The samples (request, index in it) that a replica was given."""
+    """The samples, as (request, index in it), that a replica was given."""
 
     samples: set[tuple[int, int]]
     work: list[tuple[int, list[int]]]
     """The requests as the replica numbers them, with their samples."""
     tokens: float
-    """That they take at most."""
+    """Most tokens that the samples take."""
     began: float
     is_late: bool = False
 

@@ -20,7 +20,7 @@ class GuardAction(StrEnum):
     reweight = "reweight"
     """Go on from these weights with the guard's ``weight_factors``."""
     freeze = "freeze"
-    """As ``reweight``, with factor 0 for the task that is the likely cause."""
+    """``reweight`` with factor 0 for the task that is the likely cause."""
     rollback = "rollback"
     """Restore ``Guard.rollback_target`` and go on with the adjustments."""
     stop = "stop"

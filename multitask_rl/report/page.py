@@ -59,11 +59,11 @@ _RUN_CHARTS = {
 _GPU = re.compile(r"system/gpu_(\d+)_utilization_percentage")
 _STAGE_TIMES = ("rollout", "constraints", "rewards", "advantages", "update", "step")
 _MOST_POINTS = 800
-"""Of one curve; of longer ones each point is the mean of as many steps as needed."""
+"""Most points of a curve; in longer ones each point is the mean of as many steps as needed."""
 _PAGE_BYTES = 7_700_000
-"""Of the whole page, which keeps it under 8 MB."""
+"""Most bytes of the whole page, so that it stays under 8 MB."""
 _TOKEN_BYTES = 1_000_000
-"""Of it for the tokens of samples, before texts of older samples get it."""
+"""Of these bytes, those for the tokens of samples; texts of older samples get the rest."""
 _SPANS_OF_STEPS = 12
 """Newest steps in the timeline."""
 _MOST_SPANS = 4_000

@@ -42,7 +42,7 @@ class Past:
     ids: tuple[int, ...]
     """[T]"""
     layers: list[Tensor]
-    """Per layer keys and values, [2, K, T, D]."""
+    """[layers] keys and values, [2, K, T, D]."""
 
     def shared(self, prompt: tuple[int, ...]) -> int:
         """Return how many tokens ``prompt`` begins with that are known; its last one is always computed."""
@@ -140,9 +140,9 @@ class SharedDecoder:
                 cut.append([])
             cut[-1].append(prompt)
         self.num_tokens = sum(map(len, groups))
-        """Of the distinct prompts."""
+        """Number of tokens of the distinct prompts."""
         self.num_known = self.num_tokens
-        """Those that were not computed."""
+        """Of these tokens, those that were not computed."""
         slots = torch.empty(len(prompts), dtype=torch.long)
         buckets: list[Bucket] = []
         states: list[list[tuple[Tensor, Tensor]]] = []

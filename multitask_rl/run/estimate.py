@@ -41,7 +41,7 @@ A CPU goes through them in blocks and has about two. An entropy bonus has two mo
 KEPT_BESIDE = 4
 """Checkpoints that may stay beside the newest: two judged good, the best, and that of the former tasks."""
 BYTES_PER_TOKEN = 90
-"""Of a stored rollout: id, log-probability and text of a token as JSON."""
+"""Bytes per token of a stored rollout: id, log-probability and text as JSON."""
 PROBE_LAYERS, PROBE_TOKENS = 2, 1024
 ROWS_READ = 32
 """Rows of each task whose prompts are measured."""

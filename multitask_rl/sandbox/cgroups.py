@@ -20,7 +20,7 @@ from multitask_rl.sandbox.base import Limits
 _NEEDED = ("memory", "pids")
 _PREFIX = "multitask-rl-"
 _BASE_MB = 256
-"""For the zygotes."""
+"""Memory for the zygotes, in MB."""
 _TESTER_MB = 512
 _OWN_PROCESSES = 16
 _REMOVAL_S = 2.0

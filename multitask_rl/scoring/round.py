@@ -95,9 +95,9 @@ class Round(Generic[T]):
         self.only = only
         self.rollouts: list[Rollout] = []
         self.hits: list[list[tuple[TaskPlugin, Result]]] = []
-        """Per rollout: plugin, cached result."""
+        """[rollouts] (plugin, cached result)."""
         self.asked: list[list[tuple[TaskPlugin, Item]]] = []
-        """Per rollout: plugin, the item that gets the result."""
+        """[rollouts] (plugin, item that gets the result)."""
         self._plugins, self._cache, self._lock, self._collect = plugins, cache, lock, collect
         self._latch = Latch()
         self._lanes: set[Lane] = set()

@@ -28,7 +28,7 @@ class Spread:
     seeds: float
     seeds_degrees: float
     prompts: float
-    """At least 0."""
+    """Variance between prompts, at least 0."""
     prompts_degrees: float
     total: float
     """Variance of the mean: the sum of both; less if ``prompts`` was negative, at least ``seeds / 2``."""

@@ -127,7 +127,7 @@ class ExperienceSource:
         self._num_late = Counter[str]()
         """Late groups of the steps that were taken, by task."""
         self._judging: list[Span] = []
-        """When the step under way waited for verdicts."""
+        """Spans in which the step under way waited for verdicts."""
 
     def next(self, step: int) -> Experience:
         """Return the experience of ``step``; begin to sample the following steps that may be sampled now.

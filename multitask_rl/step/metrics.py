@@ -157,7 +157,7 @@ class StepReport:
     drawn: Sequence[Scored] = field(repr=False)
     """Every record of the step, refills included."""
     kept: Sequence[Scored] = field(repr=False)
-    """Those that were trained on."""
+    """The records that were trained on."""
     train: dict[str, float] = field(default_factory=dict)
     """Numbers of the update: ``grad_norm``, ``learning_rate``, ``padding_share``..."""
     seconds: dict[str, float] = field(default_factory=dict)

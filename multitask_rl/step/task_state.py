@@ -58,11 +58,11 @@ class TaskState:
     metrics: TaskMetrics = field(init=False)
     """Definitions of its numbers."""
     multipliers: dict[str, LagrangeMultiplier] = field(default_factory=dict)
-    """By name, for constraints of mode ``lagrangian``."""
+    """Constraint of mode ``lagrangian`` -> multiplier."""
     stream: PromptStream | None = None
     """None: the task is evaluated only."""
     held_out: Sequence[Row] = ()
-    """Its held-out rows."""
+    """Held-out rows of the task."""
     held_out_by: tuple[int, str, int] = (0, "", 0)
     """What chooses the rows to evaluate: seed and name of the task when the run began, and their number."""
     eval_rows: Sequence[Row] = field(init=False)

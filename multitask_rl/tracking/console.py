@@ -58,7 +58,7 @@ _PROGRESS_EVERY_S = 30.0
 _REFRESH_S = 1.0
 """Between two drawings of the view, or more: see ``_MOST_DRAWING``."""
 _MOST_DRAWING = 0.005
-"""Of the time of a processor: on a slow one the view is drawn less often."""
+"""Largest share of a processor that drawing takes: on a slow one the view is drawn less often."""
 _CELL = (
     "<pre style=\"font-family: Menlo, Consolas, 'DejaVu Sans Mono', monospace; line-height: 1.2; "
     'white-space: pre; overflow-x: auto">{code}</pre>'

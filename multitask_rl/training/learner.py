@@ -29,7 +29,7 @@ class UpdateReport:
     metrics: dict[str, float]
     task_metrics: dict[str, dict[str, float]]
     spans: list[tuple[str, Span]]
-    """When each learner rank computed and waited (``tracking/timeline.py``)."""
+    """Spans in which each learner rank computed or waited (``tracking/timeline.py``)."""
 
 
 class Learner:

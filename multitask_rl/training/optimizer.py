@@ -98,7 +98,7 @@ class ActorCriticOptimizer:
         self._sharing = StateSharing(actor, critic)
 
     def share_out(self, sharing: StateSharing) -> None:
-        """From now on move only this process's own parameters."""
+        """Update only this process's own parameters from now on."""
         self._sharing = sharing
 
     @property

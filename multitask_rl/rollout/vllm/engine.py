@@ -104,10 +104,10 @@ class VLLMEngine(RolloutEngine):
         self.num_prompt_tokens = 0
         """Prompt tokens of the last call, counted once per sample."""
         self.num_cached_tokens = 0
-        """Those whose keys and values came from vLLM's prefix cache."""
+        """Of these tokens, those whose keys and values came from vLLM's prefix cache."""
         self._llm: Any = llm or start_vllm(str(model_dir), self.config, seed)
         self._shapes: dict[str, torch.Size] = {}
-        """By name of a saved weight; empty for a model from a hub."""
+        """Name of a saved weight -> shape; empty for a model from a hub."""
         for path in () if llm else Path(model_dir).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping

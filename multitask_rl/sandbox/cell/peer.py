@@ -285,7 +285,7 @@ _REMOTE_CLASSES: dict[tuple[bool, bool], type[Remote]] = {
     (False, True): RemoteOperators,
     (True, True): RemoteCallableOperators,
 }
-"""By (it can be called, its operators count)."""
+"""(it can be called, its operators count) -> class."""
 
 
 def _forbid(name: str) -> Callable[..., Any]:

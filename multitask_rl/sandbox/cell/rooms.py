@@ -28,7 +28,7 @@ class Room:
         self.path = path
         self.tmp = path + _PLACE
         self.num_programs = 0
-        """Since the room was built; 0 = it is not built."""
+        """Programs since the room was built; 0 = it is not built."""
         self.answer = ctypes.create_string_buffer(120)
         self.ask = linux.prepare_call(linux.NR_STATFS, self.tmp, self.answer)
         self.mounts: dict[bytes, tuple[Any, ...]] = {}

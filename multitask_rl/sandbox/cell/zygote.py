@@ -41,7 +41,7 @@ _FIRST_OWN_FD = 100
 _HOT_LIBRARIES = (b"libpython", b"libc.so", b"libc-")
 _MAX_PLANS = 256
 _LONG_SHARE = 0.1
-"""After this share of its wall limit a program's wait for a CPU is looked up."""
+"""Share of its wall limit after which a program's wait for a CPU is looked up."""
 _Plan = tuple[bytes, tuple[tuple[Any, ...], ...]]
 """For given limits: mount options of /tmp, and the system calls that confine a process, the filter last."""
 _DESCRIPTORS = {4 * n: struct.Struct(f"{n}i").unpack for n in range(1, 9)}

@@ -76,7 +76,7 @@ class Ranks:
         """Neighbouring ranks that hold a copy of sharded models together."""
         self.device = device
         self.traffic = Traffic()
-        """Since it was last replaced."""
+        """Traffic since the counter was last replaced."""
         self.before_sum: Callable[[], None] = lambda: None
         """Called when this rank is ready for the sum of gradients."""
         self.summed_at = 0.0
