@@ -268,7 +268,7 @@ def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
     return _messages(spec, row) or render_template(spec.prompt, row, task=spec.name)
 
 
-def render_template(template: str, row: Row, *, task: str = "") -> str:
+def render_template(template: str, row: Row, *, task: str) -> str:
     """Fill ``{column}`` with the row's values; ``{{`` and ``}}`` are braces. Values are never expanded again.
 
     Raises:

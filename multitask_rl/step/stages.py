@@ -728,8 +728,8 @@ class RewardStage(StreamingStage):
         self,
         scorer: RunScorer,
         tasks: Mapping[str, TaskState],
-        quorum: float = 1.0,
-        later: Collection[str] = (),
+        quorum: float,
+        later: Collection[str],
     ) -> None:
         """``quorum``: see ``RewardBatch``; ``later``: tasks that are judged here, beside their rewards."""
         self._scorer = scorer

@@ -259,7 +259,7 @@ class ModelRunner:
             return self._forward(self.actor.model, batch, samples, keep=not offload, **wants)
 
     @torch.no_grad()
-    def reference_logprobs(self, samples: Sequence[TrainSample], task: str = "") -> list[Tensor]:
+    def reference_logprobs(self, samples: Sequence[TrainSample], task: str) -> list[Tensor]:
         """Return the log-probabilities of each response: [T] nats each, on the CPU.
 
         They are those of the teacher of ``task``, if it has one, else of the reference policy.

@@ -331,7 +331,7 @@ class ShardedState(SharedState):
         return self.shards.join(self._trained[number], parts)
 
 
-def check_shardable(runner: ModelRunner, tensor: int = 1, where: str = Shards.settings) -> None:
+def check_shardable(runner: ModelRunner, tensor: int, where: str) -> None:
     """Raise a ConfigError if the models cannot be sharded, or their layers not cut into ``tensor`` parts.
 
     ``where``: what asks for it.

@@ -88,7 +88,7 @@ def test_reference_and_exact_kl_are_of_the_same_distribution():
     bench = Bench(second="reward_conditioned")
     samples = bench.algorithms["b"].select(suppressed(sample_scored(build_actor(), "b"), CONTROL))
     runner = bench.main.runner
-    found = runner.reference_logprobs(samples)
+    found = runner.reference_logprobs(samples, "")
     kept = [i for i in range(runner.actor.model.config.vocab_size) if i not in CONTROL]
     (batch,) = runner.cut(samples)
     out = runner.forward(batch, samples, want_logits=True)

@@ -248,7 +248,7 @@ def test_rows_in_the_hubs_columns_are_translated(name, tmp_path):
     task = build(name, source=str(path))
     (row,) = task.rows("test" if task.evaluation_only else "train")
     assert {key: row[key] for key in expected} == expected
-    assert render_template(task.settings()["prompt"], row)
+    assert render_template(task.settings()["prompt"], row, task=task.name)
     if task.gold(row) is not None and any(
         r["weight"] and r["plugin"] != "rm_hf" for r in task.settings()["rewards"]
     ):

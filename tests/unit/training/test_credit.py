@@ -55,7 +55,7 @@ def advantages(
     rollouts = [make_rollout(text, task="t", sample=i) for i, text in enumerate(responses)]
     with RewardPool({"t": spec}, ScoringConfig(num_workers=1), seed=0, devices={}) as pool:
         judged = zip(rollouts, pool.judge(rollouts), strict=True)
-        scored = RewardStage(pool, {"t": run}).process([replace(r, verdicts=v) for r, v in judged])
+        scored = RewardStage(pool, {"t": run}, 1.0, ()).process([replace(r, verdicts=v) for r, v in judged])
     runner = ModelRunner(build_actor(), Critic(), RunConfig(), None)
     credit = CreditAssigner(
         InProcess(runner, {"t": learner}, RunConfig()), {"t": learner}, many_updates=False

@@ -245,7 +245,7 @@ def test_blocks_in_blocks_are_cut_and_what_no_rank_met_gets_no_gradient(one_rank
 
 def test_models_that_cannot_be_cut_are_refused_by_name():
     def check(actor):
-        check_shardable(ModelRunner(actor, Critic(), RunConfig()))
+        check_shardable(ModelRunner(actor, Critic(), RunConfig()), 1, Shards.settings)
 
     check(build_actor())
     odd = build_actor()
