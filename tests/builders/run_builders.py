@@ -7,6 +7,7 @@ import json
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 from model_builders import VOCABULARY, build_actor, build_tokenizer
 from multitask_rl.config.run import (
@@ -234,11 +235,15 @@ IS_CLOCKED = re.compile(
 
 def lines(directory: Path, name: str, *, without: tuple[str, ...] = ()) -> list[str]:
     """Return the lines of a JSONL file without what the clock decides and names that end in ``without``."""
-    rows = [json.loads(line) for line in (directory / name).read_text().splitlines()]
-    kept = [
-        {k: v for k, v in row.items() if not IS_CLOCKED.match(k) and not k.endswith(without)} for row in rows
-    ]
-    return [json.dumps(row, sort_keys=True) for row in kept]
+
+    def kept(row: dict[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in row.items() if not IS_CLOCKED.match(k) and not k.endswith(without)}
+
+    rows = [kept(json.loads(line)) for line in (directory / name).read_text().splitlines()]
+    for row in rows:
+        if "metrics" in row:  # of an evaluation
+            row["metrics"] = kept(row["metrics"])
+    return [json.dumps(row, sort_keys=True) for row in rows]
 
 
 def assert_episodes_keep_their_limits(rows, tokenizer):

@@ -1,4 +1,4 @@
-"""A few random kills and damages; many: ``benchmarks/chaos.py`` (docs/checkpoints.md)."""
+"""A few random kills, damages and histories; many: ``benchmarks/`` (docs/checkpoints.md)."""
 
 import json
 import os
@@ -21,3 +21,15 @@ def test_kills_leave_the_run_as_if_undisturbed_and_damage_is_never_silent(tmp_pa
     assert (killed["kills"], damaged["damages"]) == (2, 8)
     assert killed["wrong"] == damaged["wrong"] == []
     assert {"previous", "newest"} <= damaged["outcomes"].keys()
+
+
+def test_a_run_whose_tasks_change_is_the_same_when_it_is_stopped_at_random_steps(tmp_path):
+    ended = run_forked(
+        ROOT / "benchmarks" / "histories.py",
+        *("--histories", 1, "--seed", 96, "--json", tmp_path / "found.json"),
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found == {"same": 1, "refused": 0, "interrupts": 3, "wrong": []}

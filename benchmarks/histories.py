@@ -1,0 +1,248 @@
+"""Runs whose tasks change at resumes: stopped at random, they must equal runs that were not stopped.
+
+    python benchmarks/histories.py --histories 40 --seed 0 --json histories.json
+
+A history is a run of two to four parts. Each part trains some steps with its own tasks file: between parts
+tasks are added, removed, renamed and brought back, and get another weight, reward or curriculum, or are only
+evaluated from then on. Types, worlds, constraints, curricula, scheduler, guard and intervals are drawn at
+random. One run goes through the parts undisturbed. The other is interrupted (SIGTERM) at three random steps
+and begun again with the same settings. Weights and records of both must be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    GuardConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    SchedulerConfig,
+)
+from multitask_rl.errors import ConfigError
+from multitask_rl.records import Scored
+from multitask_rl.step.flow import Stage
+from multitask_rl.trainer import Trainer
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
+
+from run_builders import lines, run_config, weights_hash, write_run
+
+POLICIES = (
+    "deficit_learnability",
+    "bandit",
+    "patience",
+    "mt_grpo",
+    "learnability",
+    "static",
+    "tac",
+    "straggler",
+)
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl")
+WORLD = """
+import random
+from multitask_rl.environments.base import StepResult
+
+
+class World:
+    def __init__(self, seed):
+        self.random, self.turn = random.Random(seed), 0
+
+    def reset(self, row):
+        return []
+
+    def step(self, message):
+        self.turn += 1
+        reply = [{"role": "user", "content": self.random.choice("abc") * 3}]
+        reward = self.random.random() if message["content"] else 0.0
+        return StepResult(messages=reply, done=self.turn == 3, reward=reward)
+"""
+Tasks = dict[str, dict[str, Any]]
+
+
+class Interrupt(Stage):
+    """Sends SIGTERM to this process when the samples of step ``at`` come by."""
+
+    name = "interrupt"
+    consumes = produces = Scored
+
+    def __init__(self, trainer: Trainer, at: int) -> None:
+        self._trainer, self._at = trainer, at
+
+    def process(self, items: list[Scored]) -> list[Scored]:
+        """Return ``items``."""
+        if self._trainer.step + 1 >= self._at > 0:
+            self._at = 0
+            os.kill(os.getpid(), signal.SIGTERM)
+        return items
+
+
+def is_learner(task: dict[str, Any]) -> bool:
+    """Return whether the task is trained by GRPO or PPO: a history always has one."""
+    return task["type"] in ("grpo", "ppo") and not task.get("evaluation_only")
+
+
+def draw_task(rng: random.Random) -> dict[str, Any]:
+    """Return the definition of a random task."""
+    kinds = ("grpo", "grpo", "ppo", "reward_conditioned", "constrained_decoding", "world", "sft", "anchor")
+    kind, data = rng.choice(kinds), rng.choice(["copy.jsonl", "digit.jsonl"])
+    task: dict[str, Any] = {"type": kind, "dataset": data, "weight": rng.choice([1, 2, 3])}
+    if kind == "world":
+        task |= {"type": "grpo", "environment": "worlds.py:World", "max_turns": 4}
+    elif kind in ("sft", "anchor"):
+        task["answer"] = "{reference}"
+    else:
+        task["rewards"] = [rng.choice(["rewards.py:starts_right", "rewards.py:is_short"])]
+    if kind == "anchor":
+        del task["weight"]
+    elif kind == "constrained_decoding":
+        task["constraints"] = [{"plugin": "rewards.py:has_no_digit", "mode": "reject", "max_attempts": 3}]
+    elif kind in ("grpo", "ppo") and rng.random() < 0.3:
+        task["constraints"] = [{"plugin": "rewards.py:has_no_digit", "mode": "lagrangian", "limit": 0.3}]
+    if kind in ("ppo", "reward_conditioned"):
+        task["kl"] = {"coefficient": 0.01}
+    if kind == "reward_conditioned":
+        task["algorithm_config"] = {"quantiles": 3}
+    elif kind == "grpo" and rng.random() < 0.4:
+        task["algorithm_config"] = {"mask_truncated": True}
+    if is_learner(task) and rng.random() < 0.5:
+        task["curriculum"] = {"by": rng.choice(["pass_rate", "id"]), "pools": 3}
+    if kind != "anchor" and rng.random() < 0.2:
+        task["select"] = {"reference": ["a", "b"] if data == "copy.jsonl" else ["0", "1"]}
+    if kind not in ("anchor", "sft") and rng.random() < 0.2:
+        task["sampling"] = {"temperature": 0.7}
+    return task
+
+
+def change(tasks: Tasks, first: Tasks, rng: random.Random, number: int) -> None:
+    """Change the tasks at random; new ones are called ``t<number>``."""
+    name, what = rng.choice(list(tasks)), rng.choice(["add", "remove", "rename", "back", "edit", "edit"])
+    task = tasks[name]
+    num_learners = sum(map(is_learner, tasks.values()))
+    if what == "add":
+        tasks[f"t{number}"] = draw_task(rng)
+    elif what == "remove" and num_learners > is_learner(task):
+        del tasks[name]
+    elif what == "rename":
+        tasks[f"t{number}"] = {**tasks.pop(name), "renamed_from": task.get("renamed_from", name)}
+    elif what == "back":
+        known = {*tasks, *(task.get("renamed_from") for task in tasks.values())}
+        tasks.update({own: copy.deepcopy(first[own]) for own in list(first)[:1] if own not in known})
+    elif what == "edit":
+        if task.get("rewards") and rng.random() < 0.4:
+            task["rewards"] = [rng.choice(["rewards.py:starts_right", "rewards.py:is_short"])]
+        elif is_learner(task) and num_learners > 1 and rng.random() < 0.3:
+            task["evaluation_only"] = True
+        elif is_learner(task) and rng.random() < 0.5:
+            task["curriculum"] = {"by": "pass_rate", "pools": rng.choice([2, 4])}
+        elif "weight" in task:
+            task["weight"] = rng.choice([1, 2, 5])
+
+
+def draw_history(rng: random.Random) -> list[tuple[Tasks, int]]:
+    """Return the tasks of each part, and the step at which it ends."""
+    tasks = {f"t{i}": draw_task(rng) for i in range(rng.randint(2, 4))}
+    if not any(map(is_learner, tasks.values())):
+        reward = "rewards.py:starts_right"
+        tasks["t0"] = {"type": "grpo", "dataset": "copy.jsonl", "weight": 1, "rewards": [reward]}
+    parts = list[tuple[Tasks, int]]()
+    end = 0
+    for _ in range(rng.randint(2, 4)):
+        end += rng.randint(2, 4)
+        parts.append((copy.deepcopy(tasks), end))
+        for task in tasks.values():
+            task.pop("renamed_from", None)
+        for number in range(rng.randint(1, 2)):
+            change(tasks, parts[0][0], rng, 10 * end + number)
+    return parts
+
+
+def draw_settings(rng: random.Random) -> dict[str, Any]:
+    """Return the settings of a run."""
+    return {
+        "rollout": RolloutConfig(max_new_tokens=4, lockstep=True),
+        "batch": BatchConfig(prompts_per_step=rng.choice([6, 9]), group_size=rng.choice([2, 3])),
+        "scheduler": SchedulerConfig(policy=rng.choice(POLICIES)),
+        "optimizer": OptimizerConfig(learning_rate=rng.choice([1e-3, 3e-2])),
+        "eval": EvalConfig(every=rng.choice([1, 2, 3]), num_prompts=6),
+        "checkpoint": CheckpointConfig(every=rng.choice([1, 2, 3])),
+        "guard": GuardConfig(enabled=rng.random() < 0.7),
+        "seed": rng.randrange(1000),
+    }
+
+
+def run_history(
+    place: Path, name: str, parts: list[tuple[Tasks, int]], settings: dict[str, Any], stops: list[int]
+) -> tuple[dict[str, Any], int]:
+    """Go through the parts, interrupted at ``stops``; return weights and records, and how many interrupts."""
+    waiting, count = list(stops), 0
+    for tasks, end in parts:
+        (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}, sort_keys=False))
+        config: RunConfig = run_config(place, name, end, **settings)
+        while True:
+            trainer = Trainer.from_config(config)
+            if waiting and waiting[0] <= end:
+                trainer.insert_stage(Interrupt(trainer, waiting[0]), after="rewards")
+            try:
+                trainer.train()
+                break
+            except KeyboardInterrupt:
+                count += 1
+                del waiting[0]
+    found: dict[str, Any] = {"weights": weights_hash(trainer)}
+    return found | {own: lines(place / name, own, without=("/reward_cache_hits",)) for own in RECORDS}, count
+
+
+def main() -> None:
+    """Run as many histories as the arguments say; exit 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--histories", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0, help="of the first; the next has the next")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"same": 0, "refused": 0, "interrupts": 0, "wrong": []}
+    for seed in range(options.seed, options.seed + options.histories):
+        rng = random.Random(seed)
+        parts, settings = draw_history(rng), draw_settings(rng)
+        stops = sorted(rng.sample(range(1, parts[-1][1] + 1), 3))
+        with tempfile.TemporaryDirectory(prefix="history_") as folder:
+            write_run(Path(folder))
+            (Path(folder) / "worlds.py").write_text(WORLD)
+            try:
+                expected, _ = run_history(Path(folder), "undisturbed", parts, settings, [])
+            except ConfigError as error:  # a combination that is not allowed
+                print(f"history {seed}: {error}", file=sys.stderr)
+                result["refused"] += 1
+                continue
+            found, count = run_history(Path(folder), "stopped", parts, settings, stops)
+        result["interrupts"] += count
+        differing = [name for name in expected if found[name] != expected[name]]
+        result["same"] += not differing
+        if differing:
+            result["wrong"].append({"history": seed, "stops": stops, "differing": differing})
+    text = json.dumps(result, indent=1)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n")
+    raise SystemExit(1 if result["wrong"] else 0)
+
+
+if __name__ == "__main__":
+    main()
