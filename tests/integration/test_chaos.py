@@ -9,27 +9,25 @@ from forked import run_forked
 ROOT = Path(__file__).parents[2]
 
 
-def test_kills_leave_the_run_as_if_undisturbed_and_damage_is_never_silent(tmp_path):
+def result_of(script, place, *arguments):
+    file = place / "found.json"
     ended = run_forked(
-        ROOT / "benchmarks" / "chaos.py",
-        *("--kills", 2, "--damage", 8, "--seed", 2, "--json", tmp_path / "found.json"),
+        ROOT / "benchmarks" / script,
+        *(*arguments, "--json", file),
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    killed, damaged = json.loads((tmp_path / "found.json").read_text())
+    return json.loads(file.read_text())
+
+
+def test_kills_leave_the_run_as_if_undisturbed_and_damage_is_never_silent(tmp_path):
+    killed, damaged = result_of("chaos.py", tmp_path, "--kills", 2, "--damage", 8, "--seed", 2)
     assert (killed["kills"], damaged["damages"]) == (2, 8)
     assert killed["wrong"] == damaged["wrong"] == []
     assert {"previous", "newest"} <= damaged["outcomes"].keys()
 
 
 def test_a_run_whose_tasks_change_is_the_same_when_it_is_stopped_at_random_steps(tmp_path):
-    ended = run_forked(
-        ROOT / "benchmarks" / "histories.py",
-        *("--histories", 1, "--seed", 96, "--json", tmp_path / "found.json"),
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = result_of("histories.py", tmp_path, "--histories", 1, "--seed", 96)
     assert found == {"same": 1, "refused": 0, "interrupts": 3, "wrong": []}
