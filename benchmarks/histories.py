@@ -175,7 +175,7 @@ def draw_history(rng: random.Random) -> list[tuple[Tasks, int]]:
 
 def draw_settings(rng: random.Random) -> dict[str, Any]:
     """Return the settings of a run."""
-    return {
+    settings: dict[str, Any] = {
         "rollout": RolloutConfig(max_new_tokens=4, lockstep=True),
         "batch": BatchConfig(prompts_per_step=rng.choice([6, 9]), group_size=rng.choice([2, 3])),
         "scheduler": SchedulerConfig(policy=rng.choice(POLICIES)),
@@ -185,6 +185,9 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
         "guard": GuardConfig(enabled=rng.random() < 0.7),
         "seed": rng.randrange(1000),
     }
+    if settings["guard"].enabled:  # an interrupt's checkpoint would be one more that a rollback may return to
+        settings["checkpoint"] = CheckpointConfig(every=1)
+    return settings
 
 
 def run_history(
