@@ -20,6 +20,7 @@ from multitask_rl.config.tasks_file import fill_weights, load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import Row, StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import held_out_warning, load_both
@@ -139,6 +140,7 @@ def _check(spec: TaskSpec, warnings: list[str], first: dict[str, Row]) -> str:
     train, held_out = load_both(spec)
     for own in (train, held_out):
         check_rows(spec, own, needs=needs, parameters=parameters)
+    check_curriculum(spec, train)
     first[spec.name] = (held_out if spec.evaluation_only else train)[0]
     if warning := held_out_warning(spec, train, held_out):
         warnings.append(f"{where}: {warning}")

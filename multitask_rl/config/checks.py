@@ -250,10 +250,18 @@ def check_entry_point(where: Where, group: str, name: str) -> None:
     if name not in names and ":" not in name:  # loading checks module:object and file.py:object
         kind = group.rpartition(".")[2].removesuffix("s").replace("_", " ")
         raise ConfigError(
-            f"{where}: unknown {kind} {name!r}{suggest(name, names)} "
+            f"{where}: unknown {kind} {name!r}{suggest(name, names)}{_own_form(name)} "
             f"(installed: {', '.join(names) or 'none'}); "
             "a plugin added since the last install appears after `pip install -e .`"
         )
+
+
+def _own_form(name: str) -> str:
+    """Return how to write the object of a file or module that ``name`` seems to mean."""
+    if name.endswith(".py"):
+        return f"; for an object of that file write {name}:FUNCTION"
+    module, dot, last = name.rpartition(".")
+    return f"; for an object of a module write {module}:{last}" if dot else ""
 
 
 def _check_plugin(where: Where, group: str, plugin: str) -> None:

@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from multitask_rl.config.task import PASS_RATE, CurriculumSpec
+from multitask_rl.config.task import PASS_RATE, CurriculumSpec, TaskSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
 from multitask_rl.curriculum.signal import place
-from multitask_rl.data.readers import Row, Rows
+from multitask_rl.data.readers import Row, Rows, StreamedRows
 from multitask_rl.data.stream import PromptStream
-from multitask_rl.errors import DataError
+from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.records import Event
 from multitask_rl.seeding import random_stream
 
@@ -316,6 +316,22 @@ class PooledStream(PromptStream):
         self._served_scale = RewardRange(**saved["served_scale"])
         self._step_served = Counter(saved["step_served"])
         self._unjudged, self._unserved = set(saved["unjudged"]), set(saved["unserved"])
+
+
+def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
+    """Check that ``curriculum.by`` of a task can divide its training rows.
+
+    Raises:
+        ConfigError: the rows are streamed.
+        DataError: see ``pools_by_column``.
+    """
+    if spec.curriculum.by and isinstance(rows, StreamedRows):
+        raise ConfigError(
+            f"{spec.where}.curriculum.by={spec.curriculum.by!r} sorts all rows "
+            "into pools, and streamed rows are not known beforehand; leave curriculum out, or streaming"
+        )
+    if spec.curriculum.by not in ("", PASS_RATE):
+        pools_by_column(rows, spec.curriculum, spec.name)
 
 
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:

@@ -186,8 +186,11 @@ def read_file(path: str | Path) -> Rows:
     return rows
 
 
-def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]:
-    """Return the rows of every split of a Hugging Face data set; a ``DataError`` if it cannot be loaded."""
+def read_dataset_dict(name: str, keywords: Mapping[str, Any], where: str = "") -> dict[str, Rows]:
+    """Return the rows of every split of a Hugging Face data set; a ``DataError`` if it cannot be loaded.
+
+    ``where`` is the place that names it, for errors.
+    """
     import datasets  # heavy: 0.6 s, only for data sets of the hub
 
     try:
@@ -195,7 +198,7 @@ def read_dataset_dict(name: str, keywords: Mapping[str, Any]) -> dict[str, Rows]
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         cause = " ".join(str(error).split())[:300]
         raise DataError(
-            f"data set {name!r} cannot be loaded through the Hugging Face library "
+            f"{where and f'{where}: '}data set {name!r} cannot be loaded through the Hugging Face library "
             f"({type(error).__name__}: {cause}). Without a network, download it beforehand into the hub's "
             f"cache, or give the path of a .jsonl or .parquet file; a data set with several configurations "
             f"needs dataset_config: {{name: ...}}"

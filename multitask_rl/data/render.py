@@ -359,9 +359,9 @@ def check_rows(
             elif "reference" in missing.difference(row, present) and free:
                 hint = f"; a bundled reward reads another column with config: {{reference_column: {free[0]}}}"
             elif "prompt" in missing.difference(row) and row and spec.prompt == "{prompt}":
-                hint = (
-                    f"; name the column of the prompts in the task, such as prompt: '{{{next(iter(row))}}}'"
-                )
+                known = {"id", "split", "task", "reference", *needs, *parameters}
+                column = next((c for c in row if c not in known and isinstance(row[c], str)), next(iter(row)))
+                hint = f"; name the column of the prompts in the task, such as prompt: '{{{column}}}'"
             raise DataError(
                 f"{spec.where}: row {label} of {place} lacks "
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "

@@ -603,11 +603,13 @@ def make_actor(
             f"the actor must be a loaded model, got the name {model!r}; give a name as model.name_or_path of "
             "the configuration, or get_actor_critic(name)[0]"
         )
-    model = unwrap_model(model)
+    if isinstance(model, torch.nn.Module):
+        model = unwrap_model(model)
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         got = type(model).__name__
         raise ConfigError(
-            f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got {got}"
+            f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got {got}; "
+            "for adapters give the model below them and model.lora.rank"
         )
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)

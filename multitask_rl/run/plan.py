@@ -17,10 +17,10 @@ from multitask_rl.config.checks import FOREIGN_PREFIXES, check_entry_point
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.task import PASS_RATE, TaskSpec
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
-from multitask_rl.data import pools_by_column
+from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows
 from multitask_rl.data.rows import fingerprint, held_out_warning, load_both
@@ -224,13 +224,7 @@ def plan_run(
         )
     for name, spec in specs.items():
         _check_task(spec, plan)
-        if spec.curriculum.by and isinstance(rows[name][0], StreamedRows):
-            raise ConfigError(
-                f"{spec.where}.curriculum.by={spec.curriculum.by!r} sorts all rows "
-                "into pools, and streamed rows are not known beforehand; leave curriculum out, or streaming"
-            )
-        if spec.curriculum.by not in ("", PASS_RATE):
-            pools_by_column(rows[name][0], spec.curriculum, name)
+        check_curriculum(spec, rows[name][0])
         num_prompts = min(len(rows[name][1]), config.eval.num_prompts)
         warnings = constraint_warnings(spec, {}, num_prompts)
         for warning in [*warnings, *learnable_warnings(spec, plan.algorithms[name])]:

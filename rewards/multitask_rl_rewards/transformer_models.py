@@ -216,7 +216,8 @@ def load_model(auto_class: str, config: ModelSettings, plugin: str) -> LoadedMod
         plugin: name for errors.
 
     Raises:
-        ConfigError: a model that is none of ``auto_class``, or cannot have the dtype; see ``check_device``.
+        ConfigError: a model that is none of ``auto_class``, lacks weights, or cannot have the dtype; see
+            ``check_device``.
         UnavailableError: unreadable model.
     """
     target, dtype = check_device(config, plugin), config.dtype
@@ -245,13 +246,20 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
     torch_dtype = "auto" if full == "auto" else getattr(torch, full)
     try:
         tokenizer = _load_tokenizer(model_name)
-        model = loader(model_name, config=config, dtype=torch_dtype)
+        model, report = loader(model_name, config=config, dtype=torch_dtype, output_loading_info=True)
     except (OSError, ValueError) as error:
         # files of weights that are absent, or files of another kind of model
         kind = UnavailableError if isinstance(error, OSError) else ConfigError
         raise kind(
             f"{plugin}: {model_name!r} cannot be loaded as {auto_class}: {str(error).splitlines()[0]}"
         ) from error
+    if missing := sorted(report["missing_keys"]):
+        is_classifier = auto_class.endswith("Classification")
+        raise ConfigError(
+            f"{plugin}: {model_name!r} lacks the weights {', '.join(missing[:3])}"
+            f"{', ...' if len(missing) > 3 else ''}, which would be random: it would judge at random; give a "
+            f"model trained as {'a classifier' if is_classifier else 'a language model'}"
+        )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if model.config.pad_token_id is None:

@@ -224,6 +224,17 @@ MISTAKES = {
         data("d.jsonl", '{"question": "a", "reference": "b"}\n'),
         ["lacks prompt", "prompt: '{question}'"],
     ),
+    "an id before a prompt of another name": (
+        VALIDATE,
+        data("d.jsonl", '{"id": "q1", "split": "train", "reference": "b", "question": "a"}\n'),
+        ["lacks prompt", "prompt: '{question}'"],
+    ),
+    "a curriculum by no column": (
+        VALIDATE,
+        task(curriculum={"by": "levl"}),
+        ["'levl'", "a column of every row"],
+    ),
+    "a data set of no kind": (VALIDATE, task(dataset="gone.csv"), ["tasks.copy.dataset", ".jsonl"]),
     "braces in a prompt": (
         VALIDATE,
         task(prompt='Answer {"a": 1} to {prompt}'),
@@ -254,6 +265,16 @@ MISTAKES = {
         VALIDATE,
         task(rewards=["rewards.py:starts_rigt"]),
         ["rewards[0]", "did you mean 'starts_right'"],
+    ),
+    "a reward file without its function": (
+        VALIDATE,
+        task(rewards=["rewards.py"]),
+        ["rewards[0]: unknown reward 'rewards.py'", "rewards.py:FUNCTION"],
+    ),
+    "a dot before a function": (
+        VALIDATE,
+        task(rewards=["rewards.starts_right"]),
+        ["rewards[0]: unknown reward 'rewards.starts_right'", "write rewards:starts_right"],
     ),
     "a reward that is no Python": (
         TRAIN,

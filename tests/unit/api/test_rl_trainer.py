@@ -135,6 +135,8 @@ def test_what_is_missing_is_said_before_a_model_loads(
         RLTrainer(build_model(), reward_fn=digits).train(PROMPTS)
     with pytest.raises(ConfigError, match="must be a causal language model of transformers"):
         RLTrainer(torch.nn.Linear(2, 2), reward_fn=digits).train(PROMPTS)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"must be a causal language model of transformers .*got int"):
+        RLTrainer(5, reward_fn=digits).train(PROMPTS)  # type: ignore[arg-type]
     tagged = [{"task": name, "prompt": "a"} for name in ("x", "y")]
     with pytest.raises(ConfigError, match="the rows name 2 tasks"):
         RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(tagged)

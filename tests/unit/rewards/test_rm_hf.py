@@ -4,6 +4,7 @@ import math
 import pickle
 
 import pytest
+from transformers import Qwen2ForCausalLM
 
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score
@@ -125,6 +126,12 @@ def test_label_gives_a_probability(tmp_path):
         build(tmp_path)
     with pytest.raises(ConfigError, match="no label 'best'"):
         build(tmp_path, label="best")
+
+
+def test_a_language_model_is_refused_instead_of_judging_by_random_weights(tmp_path):
+    Qwen2ForCausalLM(qwen_config(save_tokenizer(tmp_path))).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lacks the weights score\.weight.* model trained as a classifier"):
+        build(tmp_path, label="LABEL_1").warm_up()
 
 
 def test_non_finite_logit_is_a_grader_failure(tmp_path):
