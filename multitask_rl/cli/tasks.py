@@ -22,8 +22,8 @@ from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import Row, StreamedRows
-from multitask_rl.data.render import check_rows
-from multitask_rl.data.rows import held_out_warning, load_both
+from multitask_rl.data.render import check_rows, held_out_warning
+from multitask_rl.data.rows import load_both
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all

@@ -1,4 +1,4 @@
-"""Renders rows as the prompts that the model sees, special tokens exactly once; checks rows for it."""
+"""Renders rows as the prompts that the model sees, special tokens exactly once; checks rows and splits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.config.checks import parse_template
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.data.readers import GeneratedRows, Row, Rows
-from multitask_rl.data.rows import row_id
+from multitask_rl.data.readers import GeneratedRows, ReportedRows, Row, Rows
+from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -322,8 +322,7 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     return value if is_chat else []  # type: ignore[return-value]
 
 
-def _start(row: Row) -> str:
-    text = repr(dict(row))
+def _cut(text: str) -> str:
     return f"{text[:120]}{'...' * (len(text) > 120)}"
 
 
@@ -347,7 +346,7 @@ def check_rows(
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
         if missing:
-            label = _start(row) if row.get("id") is None else repr(str(row["id"]))
+            label = _cut(repr(dict(row))) if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
             nulls = sorted(column for column in missing if column in row)
             hint = f"; null there: {', '.join(nulls)}" if nulls else suggest(min(missing), map(str, row))
@@ -369,6 +368,59 @@ def check_rows(
             )
         if not render_content(spec, row) and spec.prompt and not spec.environment:
             raise DataError(
-                f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: {_start(row)}); give it "
-                f"a text, or leave the row out (the task's prompt is {spec.prompt!r})"
+                f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: "
+                f"{_cut(repr(dict(row)))}); give it a text, or leave the row out (the task's prompt is "
+                f"{spec.prompt!r})"
             )
+
+
+def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
+    """Return a warning if held-out rows say little about other prompts; else "".
+
+    Both have passed ``check_rows``. Prompts are compared as written, whatever the ids of their rows; not with
+    an environment, whose world may make the prompt, nor those of a generator, which are slow to make.
+    """
+    if isinstance(held_out, ReportedRows) and spec.kind == "anchor":
+        return (
+            "the rows are of the split test: they are only reported, so that the guard cannot watch this "
+            "anchor; name another split in eval_split, e.g. train: an anchor is never trained on"
+        )
+    if isinstance(held_out, ReportedRows) and len(train) > 1:
+        return (
+            "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "
+            "best checkpoint know no held-out value of this task; leave eval_split out, and other rows are "
+            "held out, and evaluate the test split with `multitask-rl eval RUN tasks.yaml --split test`"
+        )
+    if not len(train):
+        return ""
+    if len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
+        return _shared_prompts(spec, train, held_out)
+    if len(train) > 1 and len({row_id(row) for row in train}) == 1:
+        return (
+            f"all {len(train)} rows have the same id, or are equal ({row_id(train[0])!r}), so that none can "
+            "be held out: the evaluation says nothing of other prompts; give each row its own id, or none"
+        )
+    return (
+        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
+        "other prompts; give more rows, or an eval_dataset"
+    )
+
+
+def _shared_prompts(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
+    """Return a warning if prompts are both trained on and held out; else ""."""
+    if spec.environment or isinstance(train, GeneratedRows) or isinstance(held_out, GeneratedRows):
+        return ""
+    trained_on = {str(render_content(spec, row)) for row in train}
+    if len(train) > 1 and trained_on != {""} and len(trained_on) == 1:
+        return (
+            f"all {len(train)} training rows make the same prompt, {_cut(repr(min(trained_on)))}; write the "
+            f"columns that tell them apart into the task's prompt, in braces ({_cut(repr(spec.prompt))})"
+        )
+    trained_on.discard("")
+    shared = [row for row in held_out if str(render_content(spec, row)) in trained_on]
+    if not shared:
+        return ""
+    return (
+        f"{len(shared)} of {len(held_out)} held-out rows have a prompt that is trained on, too (such as row "
+        f"{row_id(shared[0])!r}): the evaluation says less of other prompts; leave these rows out of either"
+    )

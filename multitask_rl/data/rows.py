@@ -293,32 +293,6 @@ def _hold_out(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     return ReportedRows(rows, range(len(rows))) if split == _TEST else rows
 
 
-def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
-    """Return a warning if held-out rows say little about other prompts; else ""."""
-    if isinstance(held_out, ReportedRows) and spec.kind == "anchor":
-        return (
-            "the rows are of the split test: they are only reported, so that the guard cannot watch this "
-            "anchor; name another split in eval_split, e.g. train: an anchor is never trained on"
-        )
-    if isinstance(held_out, ReportedRows) and len(train) > 1:
-        return (
-            "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "
-            "best checkpoint know no held-out value of this task; leave eval_split out, and other rows are "
-            "held out, and evaluate the test split with `multitask-rl eval RUN tasks.yaml --split test`"
-        )
-    if not len(train) or len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
-        return ""
-    if len(train) > 1 and len({row_id(row) for row in train}) == 1:
-        return (
-            f"all {len(train)} rows have the same id, or are equal ({row_id(train[0])!r}), so that none can "
-            "be held out: the evaluation says nothing of other prompts; give each row its own id, or none"
-        )
-    return (
-        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
-        "other prompts; give more rows, or an eval_dataset"
-    )
-
-
 def fingerprint(rows: Rows) -> str:
     """Return a hash of all rows; of a generator, whose rows are slow to make, of their number and 64 rows."""
     step = max(1, len(rows) // 64) if isinstance(rows, GeneratedRows) else 1

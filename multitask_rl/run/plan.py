@@ -22,8 +22,8 @@ from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tas
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
-from multitask_rl.data.render import check_rows
-from multitask_rl.data.rows import fingerprint, held_out_warning, load_both
+from multitask_rl.data.render import check_rows, held_out_warning
+from multitask_rl.data.rows import fingerprint, load_both
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, path_errors, require_extra
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (

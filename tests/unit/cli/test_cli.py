@@ -198,6 +198,27 @@ def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
     assert "is empty (columns: {'prompt': '', 'reference': '2'})" in capsys.readouterr().err
 
 
+def test_a_prompt_that_is_trained_on_and_held_out_is_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(rows: list[dict[str, object]], *overrides: str) -> str:
+        (here / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(["tasks", "validate", "tasks.yaml", *overrides]) == 0
+        return capsys.readouterr().out
+
+    rows = [{"id": i, "prompt": f"{i}+1=", "reference": str(i + 1)} for i in range(8)]
+    held_out = [{**row, "id": f"v{row['id']}", "split": "validation"} for row in rows[:2]]
+    assert "warning" not in told(rows)
+    again = told([*rows, *held_out, {"id": "new", "prompt": "?", "reference": "2", "split": "validation"}])
+    assert (
+        "tasks.math: 2 of 3 held-out rows have a prompt that is trained on, too (such as row 'v0')" in again
+    )
+    same = told([*rows, *held_out], "tasks.math.prompt=Add the numbers.")
+    assert (
+        "tasks.math: all 8 training rows make the same prompt, 'Add the numbers.'; write the columns" in same
+    )
+
+
 def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{i}+1=", "reference": "2", "split": "test" if i > 3 else "train"} for i in range(6)]
     (here / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
