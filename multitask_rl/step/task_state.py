@@ -290,6 +290,11 @@ def build_task_states(
                 "joined by empty lines, without roles. Use a model with a template, or accept it with "
                 "chat: false"
             )
+        if spec.system and not (actor.tokenizer.chat_template and spec.chat is not False):
+            reason = "chat is false" if spec.chat is False else "the tokenizer has no chat template"
+            task.warnings.append(
+                f"its system message is not used, because {reason}; write its text into the task's prompt"
+            )
         task.sync_learner()
         tasks[name] = task
     return tasks

@@ -410,13 +410,14 @@ def test_bad_settings_are_one_clear_error_before_training(finished, changes, err
         train(run_config(directory, "bad", 2, **changes))
 
 
-def test_chat_messages_without_a_chat_template_are_told_once(tmp_path):
-    write_run(tmp_path, ONE_TASK)
+def test_chat_messages_and_system_without_a_chat_template_are_told_once(tmp_path):
+    write_run(tmp_path, ONE_TASK.replace("{type", "{system: Be kind., type"))
     chats = [{"prompt": [{"role": "user", "content": f"{i % 10}"}], "reference": "a"} for i in range(60)]
     (tmp_path / "copy.jsonl").write_text("".join(json.dumps(r) + "\n" for r in chats))
     train(run_config(tmp_path, "out", 2))
-    (told,) = [e for e in lines(tmp_path / "out", "events.jsonl") if "chat template" in e]
-    assert "chat: false" in told
+    messages, system = [e for e in lines(tmp_path / "out", "events.jsonl") if "chat template" in e]
+    assert "chat: false" in messages
+    assert "its system message is not used" in system
 
 
 def test_a_prompt_longer_than_the_context_is_left_out_and_counted(tmp_path):
