@@ -60,7 +60,9 @@ class TaskCounts:
 
 
 class ErrorBudget:
-    """The last ``WINDOW`` samples of a task: warns at half of the failure rate ``limit``, stops above it.
+    """The last ``WINDOW`` samples of a task: a failure rate above ``limit`` stops the run.
+
+    The first failures and half of the limit are warned of.
 
     ``what``, for messages: samples are ``scored`` by rewards or ``judged`` by constraints.
     """
@@ -69,7 +71,10 @@ class ErrorBudget:
         self._task, self._limit, self._what = task, limit, what
         self._recent: deque[Failure | None] = deque(maxlen=WINDOW)
         self._last_failed: Rollout | None = None
+        self._told = False
+        """A warning has told of failures."""
         self._warned = False
+        """The warning at half of the limit was given, and the rate has not fallen far since."""
         self._pending: list[tuple[float, str]] = []
 
     @property
@@ -100,8 +105,9 @@ class ErrorBudget:
                 f"{_report(failures)}{_sample(self._last_failed)} Failed samples are "
                 "never counted as 0; mend the plugin or the data (multitask-rl plugins check NAME)."
             )
-        if rate > self._limit / 2 and not self._warned:
-            self._warned = True
+        is_half_spent = rate > self._limit / 2
+        if (rate > 0 and not self._told) or (is_half_spent and not self._warned):
+            self._told, self._warned = True, self._warned or is_half_spent
             reason = (
                 f"{rate:.0%} of the last {len(self._recent)} samples could not be {self._what}; the run "
                 f"stops above {self._limit:.0%}. {_report(failures)}{_sample(self._last_failed)}"
@@ -112,15 +118,15 @@ class ErrorBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, JSON-able; empty if the budget is spent: a resume follows a repair."""
-        recent = [] if self.is_spent else list(self._recent)
-        return {"recent": [asdict(f) if f else None for f in recent], "warned": self._warned}
+        recent = [] if self.is_spent else [asdict(f) if f else None for f in self._recent]
+        return {"recent": recent, "told": self._told and not self.is_spent, "warned": self._warned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``."""
         recent = state["recent"]
         failures = (f and Failure(**{**f, "kind": FailureKind(f["kind"])}) for f in recent)
         self._recent = deque(failures, maxlen=WINDOW)
-        self._warned = bool(state["warned"])
+        self._told, self._warned = bool(state["told"]), bool(state["warned"])
 
     def events(self, step: int) -> list[Event]:
         """Return the warnings since the last call."""

@@ -524,15 +524,21 @@ def test_deterministic_results_are_cached_by_content(
     assert pool.metrics()["counted"]["reward_cache_hits"] == pytest.approx(15 / 17)
 
 
-def test_error_budget_warns_at_half_and_stops_above(open_pool: Open) -> None:
+def test_error_budget_warns_of_the_first_failures_and_at_half_and_stops_above(open_pool: Open) -> None:
     pool = open_pool("raises", max_failure_rate=0.4)
-    pool.score(of("raises", *["a"] * 30, *["bad"] * 10))
-    event = pool.health_events(5)[0]
+    pool.score(of("raises", *["a"] * 25, "bad"))
+    (event,) = pool.health_events(4)
+    assert event.reason.startswith("4% of the last 26 samples could not be scored; the run stops above 40%.")
+    assert "KeyError: 'inner' (plugins.py:18)" in event.reason
+    pool.score(of("raises", *["a"] * 5))
+    assert pool.health_events(4) == []
+    pool.score(of("raises", *["bad"] * 9))
+    (event,) = pool.health_events(5)
     assert (event.step, event.source, event.kind, event.task) == (5, "rewards", "warn", "raises")
     assert event.reason == (
         "25% of the last 40 samples could not be scored; the run stops above 40%. "
         "Failures: 10 x raises grader (last: raised KeyError: 'inner' (plugins.py:18)). "
-        "The last: prompt 'raises/39', response 'bad'."
+        "The last: prompt 'raises/8', response 'bad'."
     )
     assert pool.health_events(6) == []
     with pytest.raises(RewardError, match=r"task 'raises': 50% of its last 60 samples could not be scored"):
@@ -543,7 +549,8 @@ def test_failures_of_constraints_are_counted_among_what_constraints_judged(open_
     pool = open_pool("length", constraints=("raises",), max_failure_rate=0.4)
     pool.judge(of("length", *["bad"] * 20, *["a"] * 180))  # at once, before any is scored
     pool.score(of("length", *["a"] * 10))  # the others were rejected
-    assert pool.health_events(0) == []
+    (event,) = pool.health_events(0)
+    assert event.reason.startswith("10% of the last 200 samples could not be judged")
     with pytest.raises(RewardError, match=r"task 'length': 50% of its last 200 samples could not be judged"):
         pool.judge(of("length", *["bad"] * 100))
 
