@@ -183,18 +183,20 @@ class RunState:
 
     def _load_tasks(self, state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
         self.unmeasured = []
+        former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
+        gone = sorted(state.keys() - self._tasks.keys() - former)
+        hint = f"; if it is {' or '.join(gone)} with a new name, stop, and set renamed_from" if gone else ""
         for name, task in self._tasks.items():
             known = state.get(name) or state.get(task.spec.renamed_from)
             if known is None:
-                logger.info("task %r is new since the checkpoint: it starts fresh", name)
+                logger.info("task %r is new since the checkpoint: it starts fresh%s", name, hint)
             # first to its beginning: what the checkpoint lacks may be of weights that a rollback discards
             task.load_state_dict(copy.deepcopy(self._fresh[name]))
             if known is not None:
                 task.load_state_dict(known)
             if known is None or task.is_redefined(""):
                 self.unmeasured.append(name)
-        former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
-        is_same = len(state) == len(self._tasks) and not state.keys() - self._tasks.keys() - former
+        is_same = len(state) == len(self._tasks) and not gone
         self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())
 
     def _parameters(self) -> dict[str, nn.Parameter]:

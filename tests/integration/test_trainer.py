@@ -190,14 +190,18 @@ def test_a_checkpoint_is_an_ordinary_model_directory(finished):
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path):
+def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path, caplog):
     write_run(tmp_path)
     first = train(run_config(tmp_path, "out", 1))
     tasks = (tmp_path / "tasks.yaml").read_text()
     changed = tasks.replace("  copy:\n", "  echo:\n    renamed_from: copy\n").replace("  clean:", "  fresh:")
     write_run(tmp_path, changed)
     second = Trainer.from_config(run_config(tmp_path, "out", 2))
-    second._open()
+    with caplog.at_level("INFO", "multitask_rl"):
+        second._open()
+    (told,) = [r.getMessage() for r in caplog.records if "is new since" in r.getMessage()]
+    assert told.startswith("task 'fresh' is new")
+    assert "if it is clean with a new name, stop, and set renamed_from" in told
     assert second.step == 1
     assert second.tasks["echo"].stream.draw == first.tasks["copy"].stream.draw > 0
     assert second.tasks["fresh"].stream.draw == 0
