@@ -258,6 +258,12 @@ class RunStore:
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
+        original = Path(found.state["directory"])
+        is_moved = is_own and original != self._output_dir.resolve()
+        if is_moved and (original / "checkpoints").is_dir():  # copied: it would write into the other's runs
+            run_id = None
+            reason = f"a copy of {original}, which is still there: in trackers it is a run of its own"
+            self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
         if track and is_own:
             # the settings stay changed, though the steps after the checkpoint are undone
             cut_records(self._output_dir, found.state["records"], keep=_is_change)
@@ -331,6 +337,7 @@ class RunStore:
         beside = {
             "guard_class": class_id(type(guard)),
             "run_id": run_id,
+            "directory": str(self._output_dir.resolve()),
             "records": record_lengths(self._output_dir),
             "code": self.code.versions,
         }

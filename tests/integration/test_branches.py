@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,32 @@ def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(pl
     there = {path.name for path in (place / "out" / "checkpoints").iterdir()}
     assert {"abandoned_1_step_00000002", "abandoned_1_step_00000004"} < there
     assert not (place / "out" / "reference" / "of another run").exists(), "the KL is not measured to it"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's
+def test_a_copied_directory_is_a_run_of_its_own_in_trackers_and_a_moved_one_the_same(place):
+    pytest.importorskip("mlflow")
+
+    def steps_in_mlflow():
+        with sqlite3.connect(place / "m.db") as store:
+            rows = "SELECT run_uuid, step FROM metrics WHERE key = 'train/loss' ORDER BY step"
+            found = {}
+            for run, step in store.execute(rows):
+                found.setdefault(run, []).append(step)
+        return sorted(found.values())
+
+    tracking = TrackingConfig(trackers=["jsonl", "mlflow"], uri=f"sqlite:///{place}/m.db")
+    train(config_of(place, "run", 2, tracking=tracking))
+    shutil.copytree(place / "run", place / "copy")
+    with Trainer.from_config(config_of(place, "copy", 4, tracking=tracking)) as killed:
+        killed._open()  # and ended before it saves
+    train(config_of(place, "copy", 4, tracking=tracking))
+    assert steps_in_mlflow() == [[1, 2], [1, 2], [1, 2, 3, 4]]
+    assert f"a copy of {place / 'run'}, which is still there" in (place / "copy/events.jsonl").read_text()
+    (place / "run").rename(place / "moved")
+    train(config_of(place, "moved", 4, tracking=tracking))
+    train(config_of(place, "copy", 6, tracking=tracking))
+    assert steps_in_mlflow() == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
 
 
 def test_a_fork_from_a_checkpoint_alone_reads_nothing_of_the_run_that_output_dir_held(place):
