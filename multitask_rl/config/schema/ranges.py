@@ -112,13 +112,15 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that whole numbers are whole."""
+        """Check that numbers are numbers, whole numbers are whole, and the ranges."""
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             value, where = getattr(self, name), f"{type(self).__qualname__}.{name}"
-            check_value(list(rules_of(hint)), value, where)
             kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
             if kind is int and isinstance(value, str | float):
                 raise ConfigError(f"{where} must be a whole number, got {value!r}")
+            if kind is float and isinstance(value, str):
+                raise ConfigError(f"{where} must be a number, got {value!r}")
+            check_value(list(rules_of(hint)), value, where)
 
 
 def rules_of(hint: Any) -> Iterator[Rule]:

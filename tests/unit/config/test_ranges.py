@@ -117,6 +117,10 @@ def test_python_may_give_parts_as_mappings_and_gets_the_errors_of_a_file() -> No
         RunConfig(batch=wrong[1])
     with pytest.raises(ConfigError, match=r"BatchConfig\.prompts_per_step must be a whole number, got 2\.5"):
         BatchConfig(prompts_per_step=wrong[2])
+    with pytest.raises(ConfigError, match=r"RunConfig\.max_steps must be a whole number, got '7'"):
+        RunConfig(max_steps=wrong[3])  # said so although it has a range, too
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\.adam_eps must be a number, got '7'"):
+        OptimizerConfig(adam_eps=wrong[3])
     with pytest.raises(ConfigError, match=r"RunConfig\.seed must be a whole number, got '7'"):
         RunConfig(seed=wrong[3])
 
