@@ -21,9 +21,9 @@ from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data.pooled_stream import check_curriculum
-from multitask_rl.data.readers import Row, StreamedRows
+from multitask_rl.data.readers import GeneratedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows, held_out_warning
-from multitask_rl.data.rows import load_both
+from multitask_rl.data.rows import load_both, row_id
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all
@@ -69,14 +69,15 @@ def main(arguments: list[str]) -> int:
         return 0
     warnings, notes, errors = list[str](), dict[str, str](), list[MultitaskRLError]()
     first: dict[str, Row] = {}
+    gaps: dict[str, dict[str, list[Row]]] = {}
     for name, spec in specs.items():
         try:
-            notes[name] = _check(spec, warnings, first)
+            notes[name] = _check(spec, warnings, first, gaps)
         except MultitaskRLError as error:
             errors.append(error)
     raise_all(errors)
     if not options.quick:
-        warnings += _try(specs, first)
+        warnings += _try(specs, first) or _try_gaps(specs, gaps)
     print(f"{options.file}: {'1 task is' if len(specs) == 1 else f'{len(specs)} tasks are'} valid")
     for name, note in notes.items():
         print(printable(f"  {name}: {note}"))
@@ -102,10 +103,13 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
     return result
 
 
-def _check(spec: TaskSpec, warnings: list[str], first: dict[str, Row]) -> str:
+def _check(
+    spec: TaskSpec, warnings: list[str], first: dict[str, Row], gaps: dict[str, dict[str, list[Row]]]
+) -> str:
     """Check plugin configuration and data of one task and return a note on it.
 
-    Warnings are added to ``warnings``, the task's first row to ``first`` under its name.
+    Warnings are added to ``warnings``. Under the task's name its first row is added to ``first``, and to
+    ``gaps``, by column, the rows that have null or "" where the first row has something.
     """
     where = spec.where
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
@@ -141,7 +145,11 @@ def _check(spec: TaskSpec, warnings: list[str], first: dict[str, Row]) -> str:
     for own in (train, held_out):
         check_rows(spec, own, needs=needs, parameters=parameters)
     check_curriculum(spec, train)
-    first[spec.name] = (held_out if spec.evaluation_only else train)[0]
+    first[spec.name] = start = (held_out if spec.evaluation_only else train)[0]
+    rows = [row for own in (train, held_out) if not isinstance(own, GeneratedRows) for row in own]
+    for column in [c for c in start if c not in ("id", "split", "task") and not _is_nothing(start[c])]:
+        if found := [row for row in rows if _is_nothing(row.get(column))]:
+            gaps.setdefault(spec.name, {})[column] = found
     if warning := held_out_warning(spec, train, held_out):
         warnings.append(f"{where}: {warning}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
@@ -222,6 +230,32 @@ def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> Non
                     f"{specs[name].where}: {plugin!r} fails on the first row "
                     f"({result.kind.value}: {result.message}); --quick validates without calling it"
                 )
+
+
+def _is_nothing(value: object) -> bool:
+    return value is None or (isinstance(value, str) and not value)
+
+
+def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, list[Row]]]) -> list[str]:
+    """Score one row of each gap; return a warning for each that a reward fails on."""
+    tried = [
+        (name, column, rows)
+        for name, by_column in gaps.items()
+        for column, rows in by_column.items()
+        if specs[name].rewards and not specs[name].environment
+    ]
+    if not tried:
+        return []
+    scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
+    with RewardPool(specs, scoring, seed=0, devices={}) as pool:
+        scored = pool.score([make_rollout("4", task=name, row=rows[0]) for name, _, rows in tried])
+    return [
+        f"{specs[name].where}: {plugin!r} fails on row {row_id(rows[0])!r}, which has nothing in {column!r} "
+        f"({result.kind.value}: {result.message}); {len(rows)} rows have nothing there: leave them out"
+        for (name, column, rows), record in zip(tried, scored, strict=True)
+        for plugin, result in record.breakdown.items()
+        if isinstance(result, Failure)
+    ]
 
 
 def _table(specs: Mapping[str, TaskSpec]) -> str:

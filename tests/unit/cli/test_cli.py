@@ -198,6 +198,24 @@ def test_a_row_that_is_trained_on_and_held_out_is_warned_of(
     assert "is empty (columns: {'prompt': '', 'reference': '2'})" in capsys.readouterr().err
 
 
+def test_rows_that_lack_what_a_reward_reads_are_warned_of(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(reference: str | None) -> str:
+        rows = [{"id": i, "prompt": f"{i}+1=", "reference": str(i + 1), "note": "?"} for i in range(10)]
+        for row in rows[3:]:
+            row |= {"note": None} if row["id"] == 3 else {"reference": reference}
+        (here / "math.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main(["tasks", "validate", "tasks.yaml"]) == 0
+        return capsys.readouterr().out
+
+    assert "warning" not in told("5"), "no reward reads the column note"
+    for nothing in (None, ""):
+        (warning,) = [line for line in told(nothing).splitlines() if "tasks.math: 'math_answer'" in line]
+        assert "fails on row '4', which has nothing in 'reference' (data: " in warning
+        assert "; 6 rows have nothing there: leave them out" in warning
+
+
 def test_a_prompt_that_is_trained_on_and_held_out_is_warned_of(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
