@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from multitask_rl.cli.comparison import compare, group_runs, render_comparison
 from multitask_rl.cli.train import OTHER_SOURCES, compose_and_run, evaluate
 from multitask_rl.config.run import RECORD, RunConfig, recorded_config
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from multitask_rl.step.task_state import AnchorState
 
 _TOLD = ("max_new_tokens", "top_p", "top_k")
+_OPTIONS = ("--other", "--split", "--samples", "--json")
 
 
 def main(arguments: list[str]) -> int:
@@ -42,6 +44,10 @@ def main(arguments: list[str]) -> int:
     """
     is_model = bool(arguments) and "=" not in arguments[0] and not arguments[0].startswith("-")
     if not is_model and not {"-h", "--help"} & set(arguments):
+        for option in (argument.partition("=")[0] for argument in arguments):
+            if option in _OPTIONS:
+                right = f"multitask-rl eval RUN TASKS {option}"
+                raise ConfigError(f"{option} needs a model and a tasks file: {right}")
         return evaluate(arguments)
     parser = argparse.ArgumentParser(
         prog="multitask-rl eval",
@@ -60,6 +66,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--samples", type=int, help="eval_samples of every task: pass@k, maj@k, avg@k")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options, overrides = parser.parse_known_args(arguments)
+    for argument in overrides:
+        if argument.startswith("--") and (near := suggest(argument.partition("=")[0], _OPTIONS)):
+            raise ConfigError(f"unknown option {argument!r}{near} (options: {', '.join(_OPTIONS)})")
     from multitask_rl.training.checkpoint import model_directory, telling_of_removal  # heavy: torch
 
     if TRUST not in overrides:
@@ -154,7 +163,7 @@ def _task_keys(config: RunConfig, options: argparse.Namespace) -> dict[str, dict
         if spec.kind == "anchor":  # a model is its own beginning here: its KL would be 0
             own["algorithm_config"] = {**own.get("algorithm_config", {}), "kl": False}
         elif options.split:
-            own["eval_split"] = options.split
+            own |= {"eval_split": options.split, "evaluation_only": True}
         found[name] = own
     return found
 

@@ -252,9 +252,10 @@ class SafetyGuard(Guard):
         self._cooldown_until += step - self._began
         self._began = self._slowed_at = step
         self._is_restored, change = True, self._adjustments
+        shares = "".join(f"share of {t} x {factor:g}, " for t, factor in change.weight_factors.items())
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
-            f"{change.lr_hold_steps} steps, task shares x {dict(change.weight_factors)}, data of the window "
+            f"{change.lr_hold_steps} steps, {shares}data of the window "
             f"{'skipped' if change.skip_data else 'seen again'}"
         )
         data = {"from": self._step, "to": target.step, "rollbacks": len(self._rollbacks)}
@@ -584,10 +585,10 @@ class SafetyGuard(Guard):
         statistics: Mapping[str, float] | None = None,
     ) -> GuardDecision:
         numbers = dict(statistics or metric.statistics(self._settings))
+        value, demonstrated = (metric.in_own_unit(numbers[name]) for name in ("value", "demonstrated"))
         reason = (
-            f"{metric.key} {text}: {numbers['value']:.3f} against a demonstrated "
-            f"{numbers['demonstrated']:.3f} (evidence {numbers['cusum']:.1f}, limit "
-            f"{numbers['cusum_limit']:.1f})"
+            f"{metric.key} {text}: {value:.3f} against a demonstrated {demonstrated:.3f} "
+            f"(evidence {numbers['cusum']:.1f}, limit {numbers['cusum_limit']:.1f})"
         )
         acts = action not in (GuardAction.warn, GuardAction.stop)
         changes = self._adjustments if acts else RollbackAdjustments()

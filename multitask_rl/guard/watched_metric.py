@@ -294,6 +294,12 @@ class WatchedMetric:
             "cusum_limit": d.limit(settings),
         }
 
+    def in_own_unit(self, value: float) -> float:
+        """Return ``value``, which is oriented, as the metric itself states it."""
+        if self.measured[-1:] != (Direction.lower.value,):
+            return value
+        return float(bool(self.is_unit)) - value
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
         own = {"is_unit": self.is_unit, "least_scale": self.least_scale, "measured": self.measured}

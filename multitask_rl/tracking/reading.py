@@ -85,10 +85,13 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
                 f"{directory} holds no evaluations.jsonl: the run has not evaluated yet, or ended before it "
                 "did"
             )
-        runs = sorted(path.parent.name for path in directory.glob("*/evaluations.jsonl"))[:5]
+        runs = sorted(path.parent.name for path in directory.glob("*/evaluations.jsonl"))
+        above = [path for path in directory.parents if (path / "evaluations.jsonl").is_file()]
+        more = f" and {len(runs) - 5} more" if len(runs) > 5 else ""
         raise ConfigError(
             f"{directory} holds no evaluations.jsonl, so it is not the output directory of a run; "
-            + (f"it holds the runs {', '.join(runs)}; " if runs else "")
+            + (f"it holds the runs {', '.join(runs[:5])}{more}; " if runs else "")
+            + (f"it is in the run {above[0]}; " if above else "")
             + allowed
         )
     config_path = directory / "config.yaml"

@@ -191,6 +191,35 @@ def test_models_that_cannot_be_evaluated_are_refused_in_words(here, capsys):
     assert main(["eval", "actor", "tasks.yaml", "--other", "actor"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["actor", "tasks.yaml", "--sample", "2"], "unknown option '--sample'; did you mean '--samples'?"),
+        (["actor", "tasks.yaml", "--jason"], "did you mean '--json'?"),
+        (["output_dir=out", "--json"], "--json needs a model and a tasks file: multitask-rl eval RUN TASKS"),
+        (["output_dir=out", "--split=test"], "--split needs a model and a tasks file"),
+        (["output_dir=out", "--other", "actor"], "--other needs a model and a tasks file"),
+    ],
+)
+def test_an_option_that_eval_does_not_take_is_refused_with_the_right_form(arguments, told, here, capsys):
+    Trainer.from_config(run_config(here, "out", 1)).train()
+    assert main(["eval", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_named_split_is_evaluated_without_advice_on_training(here, capsys, caplog):
+    rows = [json.loads(line) for line in (here / "copy.jsonl").read_text().splitlines()]
+    parts = ("train", "validation", "test", "test")
+    text = "".join(json.dumps({**row, "split": parts[i % 4]}) + "\n" for i, row in enumerate(rows))
+    (here / "copy.jsonl").write_text(text)
+    keys = ["eval.num_prompts=999", "rollout.max_new_tokens=4", "scoring.num_workers=1"]
+    assert main(["eval", "actor", "tasks.yaml", "--split", "test", "--json", *keys]) == 0
+    written = capsys.readouterr()
+    found = json.loads(written.out.splitlines()[-1])["models"]["actor"]
+    assert found["copy"]["n"] == sum(i % 4 > 1 for i in range(len(rows)))
+    assert "only reported" not in caplog.text + written.err
+
+
 def test_an_evaluation_speaks_of_no_gradient_and_wants_prompts(here, caplog):
     config = run_config(here, "out", 1)
     unscaled = {"type": "grpo", "algorithm_config": {"normalisation": "none"}}

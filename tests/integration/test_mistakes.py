@@ -376,6 +376,17 @@ MISTAKES = {
         ["killed holds no evaluations.jsonl: the run has not evaluated yet"],
     ),
     "a report of several": (["report", "."], {}, ["is not the output directory", "it holds the runs done"]),
+    "a report of many": (
+        ["report", "many"],
+        {f"many/r{i}/evaluations.jsonl": "" for i in range(8)},
+        ["it holds the runs r0, r1, r2, r3, r4 and 3 more"],
+    ),
+    "a report of a checkpoint": (
+        ["report", "done/checkpoints"],
+        {},
+        ["it is in the run done", "give the run's output_dir"],
+    ),
+    "a report of a record": (["report", "done/metrics.jsonl"], {}, ["it is in the run done"]),
 }
 
 
@@ -398,7 +409,7 @@ def space(tmp_path_factory):
 def test_a_mistake_is_answered(space, capsys, mistake):
     arguments, files, parts = MISTAKES[mistake]
     for name, text in {"tasks.yaml": json.dumps({"tasks": {"copy": TASK}}), **files}.items():
-        (space / name).parent.mkdir(exist_ok=True)
+        (space / name).parent.mkdir(parents=True, exist_ok=True)
         (space / name).write_text(text)
     with _held(space / "held") if "output_dir=held" in arguments else contextlib.nullcontext():
         code = main(arguments)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -115,6 +116,25 @@ def test_an_abrupt_fall_is_rolled_back_with_everything_a_person_needs() -> None:
     (event,) = first.events
     assert (event.source, event.kind, event.task, event.step) == ("guard", "rollback", "a", 100)
     json.dumps(event.data, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "share"), [("a/violation_rate", 0.5), ("a/length", 50.0)], ids=["in [0, 1]", "without an end"]
+)
+def test_a_reason_states_a_metric_that_should_fall_in_its_own_unit(monitor, share) -> None:
+    """A loss of 1.69 was told as -1.687, a violation rate of 0.5 as 0.5 of those that comply."""
+    guard = _guard("a", monitor_metrics=[monitor], directions={monitor.split("/")[1]: "lower"})
+    name = monitor.split("/")[1]
+    decisions = []
+    for i, level in enumerate([0.1] * 10 + [0.8, 0.8]):
+        values = [2 * share * (j < 200 * level) for j in range(200)]
+        own = summarise(values, direction=Direction.lower if share < 1 else Direction.none, keep=range(200))
+        evaluation = make_evaluation([1.0] * 200, task="a", step=10 * i, metrics={name: own})
+        decisions.append(guard.observe(10 * i, {"a": evaluation}))
+    reason = next(d.reason for d in decisions if d.action is GuardAction.rollback)
+    level, demonstrated = map(float, re.search(r": (\S+) against a demonstrated (\S+) ", reason).groups())
+    assert level == pytest.approx(1.6 * share, abs=1e-3)
+    assert 0.2 * share < demonstrated < 0.4 * share
 
 
 def test_a_fall_during_warm_up_is_not_acted_on() -> None:
@@ -250,7 +270,9 @@ def test_something_changes_so_that_the_failure_is_not_replayed() -> None:
     assert change.skip_data
     assert (change.victim, change.culprit) == ("a", "b")
     assert guard.weight_factors() == {"a": 2.0, "b": 0.5}
-    assert guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)[0].kind == "rolled_back"
+    (event,) = guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    assert event.kind == "rolled_back"
+    assert "for 50 steps, share of a x 2, share of b x 0.5, data of the window skipped" in event.reason
     assert [guard.lr_factor(step) for step in (90, 139, 140, 165, 190, 500)] == [
         0.5,
         0.5,
