@@ -83,6 +83,7 @@ class ConsoleTracker(Tracker):
         self._num_steps: int | None = None
         self._tasks: dict[str, _TaskView] = {}
         self._numbers: dict[str, float] = {}
+        self._has_guard_stopped = False
         self._decisions: dict[str, str] = {}
         """Source of events -> its newest decision."""
         self._warnings: deque[str] = deque(maxlen=2)
@@ -192,6 +193,7 @@ class ConsoleTracker(Tracker):
         task = f" [{event.task}]" if event.task else ""
         line = f"step {event.step}  {event.source} {event.kind}{task}: {event.reason}"
         is_alarm = event.kind in ALARM_KINDS
+        self._has_guard_stopped |= (event.source, event.kind) == ("guard", "stop")
         if is_alarm:
             self._warnings.append(line)
         else:
@@ -219,7 +221,8 @@ class ConsoleTracker(Tracker):
         run = shlex.quote(str(self._output_dir))
         page = shlex.quote(str(self._output_dir / "report.html"))
         follows = f"multitask-rl report {run} --html {page} --open"
-        if status != "finished":
+        # after a stop by the guard, the same command would stop again; its error names the last good weights
+        if status != "finished" and not self._has_guard_stopped:
             has_any = any((self._output_dir / "checkpoints").glob("step_*"))
             where = (
                 "goes on from the newest checkpoint" if has_any else "begins anew: no checkpoint was saved"

@@ -208,6 +208,9 @@ def test_terminal_console_draws_a_table(tmp_path: Path, monkeypatch: pytest.Monk
     plain = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=(lines := io.StringIO()))
     plain.finish("stopped")
     assert lines.getvalue().endswith("goes on from the newest checkpoint\n")
+    plain.log_event(Event(step=3, source="guard", kind="stop", reason="it fell again"))
+    plain.finish("stopped")
+    assert f"run stopped; next: multitask-rl report {tmp_path}" in lines.getvalue().splitlines()[-1]
 
 
 def test_json_lines_are_strict_and_hold_every_record(tmp_path: Path) -> None:
