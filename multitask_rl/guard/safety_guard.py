@@ -246,13 +246,14 @@ class SafetyGuard(Guard):
                 self._rungs.pop(metric.key, None)
                 self._good.pop(metric.key, None)
             metric.detector.cusum = 0.0
+        trained = {t: f for t, f in self.weight_factors().items() if self._history.is_trained(t)}
         self._history.rewind(target.step)
         self._hacking.forget()
         self._rollbacks.append(self._began)
         self._cooldown_until += step - self._began
         self._began = self._slowed_at = step
         self._is_restored, change = True, self._adjustments
-        shares = "".join(f"share of {t} x {factor:g}, " for t, factor in change.weight_factors.items())
+        shares = "".join(f"share of {task} x {factor:g}, " for task, factor in trained.items())
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
             f"{change.lr_hold_steps} steps, {shares}data of the window "

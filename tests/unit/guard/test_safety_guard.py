@@ -283,6 +283,16 @@ def test_something_changes_so_that_the_failure_is_not_replayed() -> None:
     ]
 
 
+def test_a_rollback_names_no_share_of_a_task_that_is_not_trained() -> None:
+    guard = _guard()
+    for step in range(0, 110):
+        guard.record_step(step, {"b": _stats("b", 7)})
+        if step % 10 == 0:
+            guard.observe(step, _constant({"a": 0.6 if step < 100 else 0.3, "b": 0.7}, step))
+    (event,) = guard.rolled_back(CheckpointInfo(step=0, judged_good=True), step=0)
+    assert "for 50 steps, share of b x 0.5, data of the window skipped" in event.reason
+
+
 def test_neither_a_recovery_nor_a_milder_action_ends_the_slower_learning_rate() -> None:
     guard = _guard(cooldown_steps=20, lr_hold_steps=500, lr_rewarm_steps=100, ladder=["reweight", "rollback"])
     deep = _run(guard, [0.6] * 10 + [0.1])[-1]
