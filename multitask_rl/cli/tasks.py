@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         return 0
     warnings, notes, errors = list[str](), dict[str, str](), list[MultitaskRLError]()
     first: dict[str, Row] = {}
-    gaps: dict[str, dict[str, list[Row]]] = {}
+    gaps: dict[str, dict[str, tuple[int, Row]]] = {}
     for name, spec in specs.items():
         try:
             notes[name] = _check(spec, warnings, first, gaps)
@@ -104,12 +104,12 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
 
 
 def _check(
-    spec: TaskSpec, warnings: list[str], first: dict[str, Row], gaps: dict[str, dict[str, list[Row]]]
+    spec: TaskSpec, warnings: list[str], first: dict[str, Row], gaps: dict[str, dict[str, tuple[int, Row]]]
 ) -> str:
     """Check plugin configuration and data of one task and return a note on it.
 
     Warnings are added to ``warnings``. Under the task's name its first row is added to ``first``, and to
-    ``gaps``, by column, the rows that have null or "" where the first row has something.
+    ``gaps``, by column, how many rows have null or "" where the first row has something, and one of them.
     """
     where = spec.where
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
@@ -146,10 +146,14 @@ def _check(
         check_rows(spec, own, needs=needs, parameters=parameters)
     check_curriculum(spec, train)
     first[spec.name] = start = (held_out if spec.evaluation_only else train)[0]
-    rows = [row for own in (train, held_out) if not isinstance(own, GeneratedRows) for row in own]
-    for column in [c for c in start if c not in ("id", "split", "task") and not _is_nothing(start[c])]:
-        if found := [row for row in rows if _is_nothing(row.get(column))]:
-            gaps.setdefault(spec.name, {})[column] = found
+    columns = [c for c in start if c not in ("id", "split", "task") and not _is_nothing(start[c])]
+    gaps[spec.name] = found = dict[str, tuple[int, Row]]()
+    for own in (train, held_out):
+        for row in () if isinstance(own, GeneratedRows) else own:
+            for column in columns:
+                if _is_nothing(row.get(column)):
+                    count, example = found.get(column, (0, row))
+                    found[column] = count + 1, example
     if warning := held_out_warning(spec, train, held_out):
         warnings.append(f"{where}: {warning}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
@@ -236,23 +240,23 @@ def _is_nothing(value: object) -> bool:
     return value is None or (isinstance(value, str) and not value)
 
 
-def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, list[Row]]]) -> list[str]:
-    """Score one row of each gap; return a warning for each that a reward fails on."""
+def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, tuple[int, Row]]]) -> list[str]:
+    """Score the row of each gap; return a warning for each that a reward fails on."""
     tried = [
-        (name, column, rows)
+        (name, column, number, row)
         for name, by_column in gaps.items()
-        for column, rows in by_column.items()
+        for column, (number, row) in by_column.items()
         if specs[name].rewards and not specs[name].environment
     ]
     if not tried:
         return []
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
     with RewardPool(specs, scoring, seed=0, devices={}) as pool:
-        scored = pool.score([make_rollout("4", task=name, row=rows[0]) for name, _, rows in tried])
+        scored = pool.score([make_rollout("4", task=name, row=row) for name, _, _, row in tried])
     return [
-        f"{specs[name].where}: {plugin!r} fails on row {row_id(rows[0])!r}, which has nothing in {column!r} "
-        f"({result.kind.value}: {result.message}); {len(rows)} rows have nothing there: leave them out"
-        for (name, column, rows), record in zip(tried, scored, strict=True)
+        f"{specs[name].where}: {plugin!r} fails on row {row_id(row)!r}, which has nothing in {column!r} "
+        f"({result.kind.value}: {result.message}); {number} rows have nothing there: leave them out"
+        for (name, column, number, row), record in zip(tried, scored, strict=True)
         for plugin, result in record.breakdown.items()
         if isinstance(result, Failure)
     ]
