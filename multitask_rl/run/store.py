@@ -258,7 +258,7 @@ class RunStore:
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
-        original = Path(found.state["directory"])
+        original = Path(found.state.get("directory", self._output_dir.resolve()))
         is_moved = is_own and original != self._output_dir.resolve()
         if is_moved and (original / "checkpoints").is_dir():  # copied: it would write into the other's runs
             run_id = None

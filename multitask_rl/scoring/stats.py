@@ -126,7 +126,7 @@ class ErrorBudget:
         recent = state["recent"]
         failures = (f and Failure(**{**f, "kind": FailureKind(f["kind"])}) for f in recent)
         self._recent = deque(failures, maxlen=WINDOW)
-        self._told, self._warned = bool(state["told"]), bool(state["warned"])
+        self._told, self._warned = bool(state.get("told")), bool(state["warned"])
 
     def events(self, step: int) -> list[Event]:
         """Return the warnings since the last call."""
