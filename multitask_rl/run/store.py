@@ -262,8 +262,11 @@ class RunStore:
         is_moved = is_own and original != self._output_dir.resolve()
         if is_moved and (original / "checkpoints").is_dir():  # copied: it would write into the other's runs
             run_id = None
-            reason = f"a copy of {original}, which is still there: in trackers it is a run of its own"
-            self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
+            logger.warning(
+                "%s is a copy of %s, which is still there: in trackers it is a run of its own",
+                self._output_dir,
+                original,
+            )
         if track and is_own:
             # the settings stay changed, though the steps after the checkpoint are undone
             cut_records(self._output_dir, found.state["records"], keep=_is_change)
