@@ -251,7 +251,7 @@ def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, tup
     if not tried:
         return []
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
-    with RewardPool(specs, scoring, seed=0, devices={}) as pool:
+    with RewardPool({name: specs[name] for name, *_ in tried}, scoring, seed=0, devices={}) as pool:
         scored = pool.score([make_rollout("4", task=name, row=row) for name, _, _, row in tried])
     return [
         f"{specs[name].where}: {plugin!r} fails on row {row_id(row)!r}, which has nothing in {column!r} "

@@ -258,16 +258,12 @@ class RunStore:
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
-        original = Path(found.state.get("directory", self._output_dir.resolve()))
-        is_moved = is_own and original != self._output_dir.resolve()
-        if is_moved and (original / "checkpoints").is_dir():  # copied: it would write into the other's runs
-            run_id = None
-            logger.warning(
-                "%s is a copy of %s, which is still there: in trackers it is a run of its own",
-                self._output_dir,
-                original,
-            )
         if track and is_own:
+            here = self._output_dir.resolve()
+            original = Path(found.state.get("directory", here))
+            if original != here and (original / "checkpoints").is_dir():
+                logger.warning("a copy of %s, which is there: in trackers it is a run of its own", original)
+                run_id = None
             # the settings stay changed, though the steps after the checkpoint are undone
             cut_records(self._output_dir, found.state["records"], keep=_is_change)
             self.resumed_at = progress.step
