@@ -14,12 +14,12 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.data.readers import StreamedRows
-from multitask_rl.data.rows import group_rows
+from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor, load_actor, make_actor
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.objects import name_objects
-from multitask_rl.run.plan import load_specs, load_task_rows
+from multitask_rl.run.plan import load_specs
 from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backends.build import serve_torchrun_rank
@@ -144,7 +144,8 @@ class RLTrainer:
             config = replace(self.config, output_dir=self.config.output_dir or new_run_directory())
             given, data = name_objects(RunConfig(output_dir=config.output_dir), tasks, data)
             tasks = None if given.tasks else tasks
-            rows = [train for train, _ in load_task_rows(load_specs(given), data).values()]
+            load = load_both if data is None else data.load_both
+            rows = [load(spec)[0] for spec in load_specs(given).values()]
             if not config.max_steps and any(isinstance(own, StreamedRows) for own in rows):
                 raise ConfigError(
                     "the rows are streamed: their number, and so the length of an epoch, is not known; give "

@@ -22,7 +22,7 @@ from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import GeneratedRows, Row, StreamedRows
-from multitask_rl.data.render import check_rows, held_out_warning
+from multitask_rl.data.render import check_split
 from multitask_rl.data.rows import load_both, row_id
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
@@ -142,8 +142,7 @@ def _check(
         warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, None)]
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
     train, held_out = load_both(spec)
-    for own in (train, held_out):
-        check_rows(spec, own, needs=needs, parameters=parameters)
+    misleads = check_split(spec, train, held_out, needs=needs, parameters=parameters)
     check_curriculum(spec, train)
     first[spec.name] = start = (held_out if spec.evaluation_only else train)[0]
     columns = [c for c in start if c not in ("id", "split", "task") and not _is_nothing(start[c])]
@@ -154,8 +153,8 @@ def _check(
                 if _is_nothing(row.get(column)):
                     count, example = found.get(column, (0, row))
                     found[column] = count + 1, example
-    if warning := held_out_warning(spec, train, held_out):
-        warnings.append(f"{where}: {warning}")
+    if misleads:
+        warnings.append(f"{where}: {misleads}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
     number = "streamed" if isinstance(train, StreamedRows) else len(train)

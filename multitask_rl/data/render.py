@@ -326,9 +326,75 @@ def _cut(text: str) -> str:
     return f"{text[:120]}{'...' * (len(text) > 120)}"
 
 
+def check_split(
+    spec: TaskSpec,
+    train: Rows,
+    held_out: Rows,
+    *,
+    needs: Collection[str] = (),
+    parameters: Collection[str] = (),
+) -> str:
+    """Check the rows that are trained on and those held out, each as ``check_rows``.
+
+    Returns:
+        A warning if the held-out rows say little about other prompts; else "". Prompts are compared as
+        written, whatever the ids of their rows; not with an environment, whose world may make the prompt, nor
+        those of a generator, which are slow to make.
+    """
+    trained_on = check_rows(spec, train, needs=needs, parameters=parameters)
+    asked = check_rows(spec, held_out, needs=needs, parameters=parameters)
+    if isinstance(held_out, ReportedRows) and spec.kind == "anchor":
+        return (
+            "the rows are of the split test: they are only reported, so that the guard cannot watch this "
+            "anchor; name another split in eval_split, e.g. train: an anchor is never trained on"
+        )
+    if isinstance(held_out, ReportedRows) and len(train) > 1:
+        return (
+            "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "
+            "best checkpoint know no held-out value of this task; leave eval_split out, and other rows are "
+            "held out, and evaluate the test split with `multitask-rl eval RUN tasks.yaml --split test`"
+        )
+    if not len(train):
+        return ""
+    if len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
+        if spec.environment or isinstance(train, GeneratedRows) or isinstance(held_out, GeneratedRows):
+            return ""
+        return _shared_prompts(spec, train, held_out, set(trained_on), asked)
+    if len(train) > 1 and len({row_id(row) for row in train}) == 1:
+        return (
+            f"all {len(train)} rows have the same id, or are equal ({row_id(train[0])!r}), so that none can "
+            "be held out: the evaluation says nothing of other prompts; give each row its own id, or none"
+        )
+    return (
+        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
+        "other prompts; give more rows, or an eval_dataset"
+    )
+
+
+def _shared_prompts(
+    spec: TaskSpec, train: Rows, held_out: Rows, trained_on: set[int], asked: Sequence[int]
+) -> str:
+    """Return a warning if prompts, given as hashes, are both trained on and held out; else ""."""
+    empty = hash("")
+    if len(train) > 1 and trained_on != {empty} and len(trained_on) == 1:
+        return (
+            f"all {len(train)} training rows make the same prompt, "
+            f"{_cut(repr(str(render_content(spec, train[0]))))}; write the columns that tell them apart into "
+            f"the task's prompt, in braces ({_cut(repr(spec.prompt))})"
+        )
+    shared = [i for i, prompt in enumerate(asked) if prompt in trained_on and prompt != empty]
+    if not shared:
+        return ""
+    return (
+        f"{len(shared)} of {len(held_out)} held-out rows have a prompt that is trained on, too (such as row "
+        f"{row_id(held_out[shared[0]])!r}): the evaluation says less of other prompts; leave these rows "
+        "out of either"
+    )
+
+
 def check_rows(
     spec: TaskSpec, rows: Rows, *, needs: Collection[str] = (), parameters: Collection[str] = ()
-) -> None:
+) -> list[int]:
     """Check that every row has the columns that are read from it, before a model loads.
 
     Args:
@@ -337,12 +403,16 @@ def check_rows(
         needs: further columns that must hold something.
         parameters: columns that may be null.
 
+    Returns:
+        The hash of each checked row's prompt: equal prompts have equal ones.
+
     Raises:
         DataError: names the first row that lacks one, or whose columns make no prompt.
     """
     templates = parse_template(spec.prompt) + parse_template(spec.answer)
     filled = {column for _, column, _, _ in templates if column}.union(needs)
     present = set(parameters)
+    prompts = []
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
         if missing:
@@ -366,61 +436,12 @@ def check_rows(
                 f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
-        if not render_content(spec, row) and spec.prompt and not spec.environment:
+        prompt = render_content(spec, row)
+        if not prompt and spec.prompt and not spec.environment:
             raise DataError(
                 f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: "
                 f"{_cut(repr(dict(row)))}); give it a text, or leave the row out (the task's prompt is "
                 f"{spec.prompt!r})"
             )
-
-
-def held_out_warning(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
-    """Return a warning if held-out rows say little about other prompts; else "".
-
-    Both have passed ``check_rows``. Prompts are compared as written, whatever the ids of their rows; not with
-    an environment, whose world may make the prompt, nor those of a generator, which are slow to make.
-    """
-    if isinstance(held_out, ReportedRows) and spec.kind == "anchor":
-        return (
-            "the rows are of the split test: they are only reported, so that the guard cannot watch this "
-            "anchor; name another split in eval_split, e.g. train: an anchor is never trained on"
-        )
-    if isinstance(held_out, ReportedRows) and len(train) > 1:
-        return (
-            "the held-out rows are of the split test: they are only reported, so that scheduler, guard and "
-            "best checkpoint know no held-out value of this task; leave eval_split out, and other rows are "
-            "held out, and evaluate the test split with `multitask-rl eval RUN tasks.yaml --split test`"
-        )
-    if not len(train):
-        return ""
-    if len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
-        return _shared_prompts(spec, train, held_out)
-    if len(train) > 1 and len({row_id(row) for row in train}) == 1:
-        return (
-            f"all {len(train)} rows have the same id, or are equal ({row_id(train[0])!r}), so that none can "
-            "be held out: the evaluation says nothing of other prompts; give each row its own id, or none"
-        )
-    return (
-        f"the held-out rows are those that are trained on ({len(train)}): the evaluation says nothing of "
-        "other prompts; give more rows, or an eval_dataset"
-    )
-
-
-def _shared_prompts(spec: TaskSpec, train: Rows, held_out: Rows) -> str:
-    """Return a warning if prompts are both trained on and held out; else ""."""
-    if spec.environment or isinstance(train, GeneratedRows) or isinstance(held_out, GeneratedRows):
-        return ""
-    trained_on = {str(render_content(spec, row)) for row in train}
-    if len(train) > 1 and trained_on != {""} and len(trained_on) == 1:
-        return (
-            f"all {len(train)} training rows make the same prompt, {_cut(repr(min(trained_on)))}; write the "
-            f"columns that tell them apart into the task's prompt, in braces ({_cut(repr(spec.prompt))})"
-        )
-    trained_on.discard("")
-    shared = [row for row in held_out if str(render_content(spec, row)) in trained_on]
-    if not shared:
-        return ""
-    return (
-        f"{len(shared)} of {len(held_out)} held-out rows have a prompt that is trained on, too (such as row "
-        f"{row_id(shared[0])!r}): the evaluation says less of other prompts; leave these rows out of either"
-    )
+        prompts.append(hash(str(prompt)))
+    return prompts

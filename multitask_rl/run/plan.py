@@ -22,7 +22,7 @@ from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tas
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
-from multitask_rl.data.render import check_rows, held_out_warning
+from multitask_rl.data.render import check_rows, check_split
 from multitask_rl.data.rows import fingerprint, load_both
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, path_errors, require_extra
 from multitask_rl.models.actor import check_attention
@@ -190,9 +190,6 @@ def plan_run(
     if dataloader is not None:
         dataloader.check_tasks(list(specs))
     rows = load_task_rows(specs, dataloader)
-    for name, parts in rows.items():
-        if warning := held_out_warning(specs[name], *parts):
-            logger.warning("task %s: %s", name, warning)
     plan = RunPlan(
         config=config,
         specs=specs,
@@ -250,7 +247,7 @@ def plan_run(
 def load_task_rows(
     specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
 ) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
-    """Return the rows to train on and those held out, by task, each of them checked.
+    """Return the rows to train on and those held out, by task, checked; log what misleads (``check_split``).
 
     Of streamed rows the first are checked; later ones that lack a column are left out.
     """
@@ -259,8 +256,8 @@ def load_task_rows(
     for name, spec in specs.items():
         rows[name] = load(spec)
         needs, parameters = _columns_read(spec)
-        for part in rows[name]:
-            check_rows(spec, part, needs=needs, parameters=parameters)
+        if warning := check_split(spec, *rows[name], needs=needs, parameters=parameters):
+            logger.warning("task %s: %s", name, warning)
         train, held_out = rows[name]
         if isinstance(train, StreamedRows):
             rows[name] = (train.only(_HasColumns(spec)), held_out)
