@@ -4,27 +4,35 @@
 
 A history is a run of two to four parts. Each part trains some steps with its own tasks file: between parts
 tasks are added, removed, renamed and brought back, and get another weight, reward or curriculum, or are only
-evaluated from then on. Types, worlds, constraints, curricula, scheduler, guard and intervals are drawn at
-random. One run goes through the parts undisturbed. The other is interrupted (SIGTERM) at three random steps
-and begun again with the same settings. Weights and records of both must be equal.
+evaluated from then on. A part goes on with the run, goes back to one of its checkpoints, forks it, or goes on
+in its moved or copied directory; it may have another scheduler, learning rate or number of rollouts. Types,
+worlds, constraints, curricula, scheduler, guard and intervals are drawn at random. One run goes through the
+parts undisturbed. The other is interrupted (SIGTERM) at three random steps and begun again with the same
+settings. Weights, and records of every directory, must be equal, and each directory must give a report.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import io
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
 
+from multitask_rl.cli.comparison import main_compare
+from multitask_rl.cli.report import main_report
 from multitask_rl.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -54,7 +62,7 @@ POLICIES = (
     "tac",
     "straggler",
 )
-RECORDS = ("metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl")
+RECORDS = ("metrics.jsonl", "evaluations.jsonl", "rollouts.jsonl", "events.jsonl")
 WORLD = """
 import random
 from multitask_rl.environments.base import StepResult
@@ -74,6 +82,20 @@ class World:
         return StepResult(messages=reply, done=self.turn == 3, reward=reward)
 """
 Tasks = dict[str, dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """Steps of a history under one tasks file."""
+
+    tasks: Tasks
+    end: int
+    """The step at which it ends."""
+    begins: str
+    """``on`` (with the run), ``back`` (at one of its checkpoints), ``fork``, ``move`` or ``copy``."""
+    place: float
+    """``back`` and ``fork``: which checkpoint, from the oldest (0) to the newest (1)."""
+    changes: dict[str, Any]
+    """Settings that change with this part."""
 
 
 class Interrupt(Stage):
@@ -100,13 +122,15 @@ def is_learner(task: dict[str, Any]) -> bool:
 
 def draw_task(rng: random.Random) -> dict[str, Any]:
     """Return the definition of a random task."""
-    kinds = ("grpo", "grpo", "ppo", "reward_conditioned", "constrained_decoding", "world", "sft", "anchor")
-    kind, data = rng.choice(kinds), rng.choice(["copy.jsonl", "digit.jsonl"])
+    kinds = "grpo grpo ppo reward_conditioned constrained_decoding world sft anchor distill dapo gdpo"
+    kind, data = rng.choice(f"{kinds} reinforce_pp".split()), rng.choice(["copy.jsonl", "digit.jsonl"])
     task: dict[str, Any] = {"type": kind, "dataset": data, "weight": rng.choice([1, 2, 3])}
     if kind == "world":
         task |= {"type": "grpo", "environment": "worlds.py:World", "max_turns": 4}
     elif kind in ("sft", "anchor"):
         task["answer"] = "{reference}"
+    elif kind == "distill":
+        task["teacher"] = "actor"
     else:
         task["rewards"] = [rng.choice(["rewards.py:starts_right", "rewards.py:is_short"])]
     if kind == "anchor":
@@ -127,6 +151,8 @@ def draw_task(rng: random.Random) -> dict[str, Any]:
         task["select"] = {"reference": ["a", "b"] if data == "copy.jsonl" else ["0", "1"]}
     if kind not in ("anchor", "sft") and rng.random() < 0.2:
         task["sampling"] = {"temperature": 0.7}
+    if kind not in ("anchor", "sft", "distill") and rng.random() < 0.2:
+        task["eval_samples"] = 2
     return task
 
 
@@ -155,22 +181,37 @@ def change(tasks: Tasks, first: Tasks, rng: random.Random, number: int) -> None:
             task["weight"] = rng.choice([1, 2, 5])
 
 
-def draw_history(rng: random.Random) -> list[tuple[Tasks, int]]:
-    """Return the tasks of each part, and the step at which it ends."""
+def draw_history(rng: random.Random) -> list[Part]:
+    """Return the parts of a random history."""
     tasks = {f"t{i}": draw_task(rng) for i in range(rng.randint(2, 4))}
     if not any(map(is_learner, tasks.values())):
         reward = "rewards.py:starts_right"
         tasks["t0"] = {"type": "grpo", "dataset": "copy.jsonl", "weight": 1, "rewards": [reward]}
-    parts = list[tuple[Tasks, int]]()
+    parts = list[Part]()
     end = 0
-    for _ in range(rng.randint(2, 4)):
+    for index in range(rng.randint(2, 4)):
         end += rng.randint(2, 4)
-        parts.append((copy.deepcopy(tasks), end))
+        begins = rng.choice(["on", "on", "back", "fork", "fork", "move", "copy"]) if index else "on"
+        changes = draw_changes(rng) if index and rng.random() < 0.4 else {}
+        parts.append(Part(copy.deepcopy(tasks), end, begins, rng.random(), changes))
         for task in tasks.values():
             task.pop("renamed_from", None)
-        for number in range(rng.randint(1, 2)):
-            change(tasks, parts[0][0], rng, 10 * end + number)
+        for number in range(rng.randint(0, 2)):
+            change(tasks, parts[0].tasks, rng, 10 * end + number)
     return parts
+
+
+def draw_changes(rng: random.Random) -> dict[str, Any]:
+    """Return a change of the settings."""
+    return rng.choice(
+        [
+            {"scheduler": SchedulerConfig(policy=rng.choice(POLICIES))},
+            {"optimizer": OptimizerConfig(learning_rate=1e-2)},
+            {"batch": BatchConfig(prompts_per_step=8, group_size=4)},
+            {"eval": EvalConfig(every=1, num_prompts=rng.choice([6, 9]))},
+            {"seed": rng.randrange(1000)},
+        ]
+    )
 
 
 def draw_settings(rng: random.Random) -> dict[str, Any]:
@@ -181,26 +222,51 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
         "scheduler": SchedulerConfig(policy=rng.choice(POLICIES)),
         "optimizer": OptimizerConfig(learning_rate=rng.choice([1e-3, 3e-2])),
         "eval": EvalConfig(every=rng.choice([1, 2, 3]), num_prompts=6),
-        "checkpoint": CheckpointConfig(every=rng.choice([1, 2, 3])),
+        "checkpoint": CheckpointConfig(every=rng.choice([1, 2, 3]), keep=100),
         "guard": GuardConfig(enabled=rng.random() < 0.7),
         "seed": rng.randrange(1000),
     }
     if settings["guard"].enabled:  # an interrupt's checkpoint would be one more that a rollback may return to
-        settings["checkpoint"] = CheckpointConfig(every=1)
+        settings["checkpoint"] = CheckpointConfig(every=1, keep=100)
     return settings
 
 
 def run_history(
-    place: Path, name: str, parts: list[tuple[Tasks, int]], settings: dict[str, Any], stops: list[int]
+    place: Path,
+    name: str,
+    parts: list[Part],
+    settings: dict[str, Any],
+    stops: list[int],
+    chosen: dict[int, str],
 ) -> tuple[dict[str, Any], int]:
-    """Go through the parts, interrupted at ``stops``; return weights and records, and how many interrupts."""
+    """Go through the parts, interrupted at ``stops``; return weights and records, and how many interrupts.
+
+    ``chosen`` gets, and then gives, the checkpoint at which a part begins.
+    """
     waiting, count = list(stops), 0
-    for tasks, end in parts:
+    directories = [place / name]
+    for index, part in enumerate(parts):
+        tasks, end, begins = part.tasks, part.end, part.begins
+        former = directories[-1]
+        saved = sorted(path.name for path in (former / "checkpoints").glob("step_*"))
+        checkpoint = {}
+        if begins in ("back", "fork"):
+            at = chosen.setdefault(index, saved[round(part.place * (len(saved) - 1))])
+            kept = settings["checkpoint"]
+            checkpoint = {"checkpoint": replace(kept, resume=str(former / "checkpoints" / at))}
+        if begins in ("fork", "move", "copy"):
+            directories.append(place / f"{name}_{index}")
+        if begins == "copy":
+            shutil.copytree(former, directories[-1])
+        elif begins == "move":
+            former.rename(directories[-1])
+            del directories[-2]
+        settings = settings | part.changes
         (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}, sort_keys=False))
-        config: RunConfig = run_config(place, name, end, **settings)
+        config: RunConfig = run_config(place, directories[-1].name, end, **(settings | checkpoint))
         while True:
             trainer = Trainer.from_config(config)
-            if waiting and waiting[0] <= end:
+            if waiting and trainer.step < waiting[0] <= end:
                 trainer.insert_stage(Interrupt(trainer, waiting[0]), after="rewards")
             try:
                 trainer.train()
@@ -208,8 +274,22 @@ def run_history(
             except KeyboardInterrupt:
                 count += 1
                 del waiting[0]
+                config = replace(config, checkpoint=settings["checkpoint"])
     found: dict[str, Any] = {"weights": weights_hash(trainer)}
-    return found | {own: lines(place / name, own, without=("/reward_cache_hits",)) for own in RECORDS}, count
+    for number, directory in enumerate(directories):
+        (directory / "events.jsonl").touch()  # there is none without an event
+        for own in RECORDS:
+            rows = lines(directory, own, without=("/reward_cache_hits",))
+            found[f"{number}/{own}"] = [row.replace(f"/{name}", "/NAME") for row in rows]
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        for directory in directories:
+            main_report([str(directory), "--html", str(directory / "report.html")])
+        main_report([*map(str, directories), "--json"])
+        if len(directories) > 1:
+            main_compare([*map(str, directories), "--json"])
+    if "NaN" in told.getvalue() or "Traceback" in told.getvalue():
+        found["told"] = told.getvalue()
+    return found, count
 
 
 def main() -> None:
@@ -224,17 +304,17 @@ def main() -> None:
     for seed in range(options.seed, options.seed + options.histories):
         rng = random.Random(seed)
         parts, settings = draw_history(rng), draw_settings(rng)
-        stops = sorted(rng.sample(range(1, parts[-1][1] + 1), 3))
+        stops, chosen = sorted(rng.sample(range(1, parts[-1].end + 1), 3)), dict[int, str]()
         with tempfile.TemporaryDirectory(prefix="history_") as folder:
             write_run(Path(folder))
             (Path(folder) / "worlds.py").write_text(WORLD)
             try:
-                expected, _ = run_history(Path(folder), "undisturbed", parts, settings, [])
+                expected, _ = run_history(Path(folder), "undisturbed", parts, settings, [], chosen)
             except ConfigError as error:  # a combination that is not allowed
                 print(f"history {seed}: {error}", file=sys.stderr)
                 result["refused"] += 1
                 continue
-            found, count = run_history(Path(folder), "stopped", parts, settings, stops)
+            found, count = run_history(Path(folder), "stopped", parts, settings, stops, chosen)
         result["interrupts"] += count
         differing = [name for name in expected if found[name] != expected[name]]
         result["same"] += not differing

@@ -206,9 +206,9 @@ def _read_all(
         try:
             runs.append(stack.enter_context(open_run(name, tracking_uri, whole=False)))
         except ConfigError as error:
-            left_out[name] = str(error)
+            left_out[name] = str(error).removeprefix(f"{name} ")
     if not runs:
-        raise ConfigError("; ".join(left_out.values()))
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in left_out.items()))
     return runs, left_out
 
 
@@ -387,7 +387,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
     pairs: dict[tuple[int, str], Pair] = {}
     notes: list[str] = []
     for index, other in enumerate(others):
-        apart: list[str] = []
+        apart: dict[str, list[str]] = {}
         for task in (task for task in base.tasks if task in other.tasks):
             pair = _pair(task, base, base.evaluations(task, step), other, other.evaluations(task, step))
             first, second = pair.first[0], pair.second[0]
@@ -414,13 +414,16 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
                 notes.append(f"task {task!r} {why}")
                 continue
             pairs[index, task] = pair
+            both = f"{base.name} and {other.name}"
+            if pair.paired_seeds and not pair.crossed:
+                why = f"each seed of {both} has other held-out prompts, so that runs are paired, not prompts"
+            else:
+                why = f"{both} were evaluated on different held-out prompts, so values are not paired"
             if not pair.paired:
-                apart.append(task)
-        if apart:
-            notes.append(
-                f"{base.name} and {other.name} were evaluated on different held-out prompts, so values are "
-                f"not paired: {'all tasks' if len(apart) == len(other.tasks) > 1 else ', '.join(apart)}"
-            )
+                apart.setdefault(why, []).append(task)
+        for reason, tasks in apart.items():
+            named = "all tasks" if len(tasks) == len(other.tasks) > 1 else ", ".join(tasks)
+            notes.append(f"{reason}: {named}")
     if others and not pairs:
         told = notes or [
             f"{base.name} and {other.name} share no task: {', '.join(base.tasks)} against "

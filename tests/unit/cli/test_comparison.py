@@ -512,6 +512,26 @@ def test_seeds_of_one_configuration_alone_are_shown_and_not_compared(
     assert "--each-run" in text
 
 
+def test_seeds_that_choose_other_prompts_are_paired_and_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        _write_run(
+            tmp_path / f"{name}{seed}",
+            [(1, "math", [seed / 10 + rise + i / 20 for i in range(10)])],
+            {"seed": seed, "x": name},
+            prompts=f"p{seed}",
+        )
+        for name, rise in (("a", 0.0), ("b", 0.1))
+        for seed in (0, 1, 2)
+    ]
+    assert main_compare([*map(str, runs), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert result["comparisons"][0]["tasks"]["math"]["paired_seeds"]
+    (note,) = result["notes"]
+    assert "has other held-out prompts, so that runs are paired, not prompts: math" in note
+
+
 def test_an_arm_without_a_task_of_the_base_does_not_hinder_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
