@@ -27,7 +27,8 @@ class BackgroundWriter(threading.Thread):
     many costs less than many writes. The time grows to four times as much in a quarter of an hour. At most
     ``max_queued`` calls and lists of points wait. After ``max_failures`` in a row one write is tried every
     ``rest_s`` seconds, the others are lost; None = all are tried. ``is_local``: a write ends in milliseconds;
-    the collector of garbage, which would take longer than the write, waits for its end.
+    the collector of garbage, which would take longer than the write, waits for its end. ``opens`` is called
+    before a write until it succeeds, first after ``rest_s`` seconds; writes before that are lost.
     """
 
     def __init__(
@@ -41,16 +42,18 @@ class BackgroundWriter(threading.Thread):
         max_failures: int | None = 5,
         rest_s: float = 60.0,
         is_local: bool = False,
+        opens: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(name=target, daemon=True)
         self._collector = without_collector if is_local else contextlib.nullcontext
         self._log, self._max_per_batch, self._max_failures = log, max_per_batch, max_failures
-        self._gather_s = gather_s
+        self._gather_s, self._opens = gather_s, opens
         self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
         self.num_failed = 0
         """Points and calls that were lost."""
         self._num_failed_in_row = 0
-        self._rest_s, self._resting_until_s = rest_s, 0.0
+        self._rest_s = rest_s
+        self._resting_until_s = 0.0 if opens is None else time.monotonic() + rest_s
 
     def put(self, item: Callable[[], None] | list[Any]) -> None:
         """Queue a call or points; never blocks: a full queue (a server that hangs) loses the item."""
@@ -103,6 +106,9 @@ class BackgroundWriter(threading.Thread):
             self.num_failed += size
             return
         try:
+            if self._opens is not None:
+                self._opens()
+                self._opens = None
             with self._collector():
                 call()
             self._num_failed_in_row = 0

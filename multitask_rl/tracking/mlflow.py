@@ -1,7 +1,8 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
-A background thread makes all writes after ``start``. A failing server costs numbers, never the run. At the
-end, or in the resumed run, MLflow gets what it missed and the run's own records hold.
+A background thread makes all writes after ``start``. A failing server costs numbers, never the run; if it is
+away at the start, the run begins without it. At the end, or in the resumed run, MLflow gets what it missed
+and the run's own records hold.
 
 - Points: each costs MLflow 0.1 to 0.2 ms of a processor. So it gets every point of the first steps, later
   one of several (``_RESOLUTION``): its database grows with the logarithm of the steps. It cannot delete
@@ -303,34 +304,28 @@ class MLflowTracker(Tracker):
         self._refused: set[str] = set()
         """Kinds of calls that the store refused (``_offer``)."""
         self._inputs: set[str] = set()
-        """Names of the data sets that MLflow has of the run."""
+        """Names of the data sets that MLflow has of the run; ``_send_inputs`` sends the others."""
+        self._send_inputs: Callable[[], None] = lambda: None
         self._experiment = ""
         self._model_name = ""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema, then cached)."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        if not self._config.uri:
-            _make_database(self._store)
-        self._client = _client(self.uri)
-        former = self.run_id
-        with _asking_briefly():
-            if former is None:
-                self.run_id = self._create_run(parameters)
-            else:
-                self._client.update_run(former, status="RUNNING")
-            self._run = str(self.run_id)
-            run = self._client.get_run(self._run)
-        self._experiment = str(run.info.experiment_id)
-        self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
-        self._inputs = {own.dataset.name for own in run.inputs.dataset_inputs} if run.inputs else set()
-        target = f"MLflow at {redact_text(self.uri)}"
+        target, opens = f"MLflow at {redact_text(self.uri)}", None
+        try:
+            self._open(parameters)
+        except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
+            text = "%s cannot be opened; the run goes on, asks again each minute, and at the end sends what it missed: %r"
+            _LOG.warning(text, target, error)
+            opens = partial(self._open, parameters)
         self._worker = BackgroundWriter(
             target,
             self._send_metrics,
             max_per_batch=_GATHERED,
             gather_s=_GATHER_S,
             is_local=self.uri.startswith("sqlite:///"),
+            opens=opens,
         )
         self._worker.start()
         self._parameters = parameters
@@ -340,6 +335,22 @@ class MLflowTracker(Tracker):
             self._worker.put(partial(self._load_events, resume_step, self._num_bytes("events.jsonl")))
             self._unmet = resume_step, self._num_bytes("metrics.jsonl")
             self._worker.put(self._meet_record)
+
+    def _open(self, parameters: Mapping[str, Any]) -> None:
+        """Connect, and create the run or reopen ``run_id``."""
+        if not self._config.uri:
+            _make_database(self._store)
+        self._client = _client(self.uri)
+        with _asking_briefly():
+            if self.run_id is None:
+                self.run_id = self._create_run(parameters)
+            else:
+                self._client.update_run(self.run_id, status="RUNNING")
+            self._run = self.run_id
+            run = self._client.get_run(self._run)
+        self._experiment = str(run.info.experiment_id)
+        self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
+        self._inputs = {own.dataset.name for own in run.inputs.dataset_inputs} if run.inputs else set()
 
     def _create_run(self, parameters: Mapping[str, Any]) -> str:
         """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
@@ -425,6 +436,8 @@ class MLflowTracker(Tracker):
             return
         num_failed = worker.num_failed
         self._send_parameters(self._parameters)
+        if "data sets" not in self._refused:
+            self._send_inputs()
         if (num_bytes := self._num_bytes("events.jsonl")) is not None:
             self._load_events(0, num_bytes)
         self._last_kept.clear()
@@ -527,6 +540,9 @@ class MLflowTracker(Tracker):
             self._client.log_text(self._run, "".join(map(dump_line, self._events)), "events.jsonl")
             self._events_written_s = time.monotonic()
 
+    def _send_file(self, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path))
+
     def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
         """Queue data sets that the run lacks as its inputs: source, number of rows, hash."""
         if self._worker is None:
@@ -546,8 +562,14 @@ class MLflowTracker(Tracker):
             )
             for data in datasets
         ]
-        if new := [own for own in inputs if own.dataset.name not in self._inputs]:
-            self._offer("data sets", partial(self._client.log_inputs, self._run, new))
+
+        def send() -> None:
+            if new := [own for own in inputs if own.dataset.name not in self._inputs]:
+                self._client.log_inputs(self._run, datasets=new)
+                self._inputs.update(own.dataset.name for own in new)
+
+        self._send_inputs = send
+        self._offer("data sets", send)
 
     def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
         """Queue a version of the run's registered model, if the weights are the best or judged good."""
@@ -710,9 +732,9 @@ class MLflowTracker(Tracker):
         worker.put(self._send_events)
         for path in (self._directory / name for name in _KEPT_FILES):
             if path.is_file():
-                worker.put(partial(self._client.log_artifact, self._run, str(path)))
+                worker.put(partial(self._send_file, path))
         worker.put(tag_dropped)
-        worker.put(partial(self._client.set_terminated, self._run, _STATUS.get(status, "FAILED")))
+        worker.put(lambda: self._client.set_terminated(self._run, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if num_lost := worker.num_failed - self._num_sent_again:
             _LOG.warning("%s did not take everything: %d writes lost", worker.name, num_lost)

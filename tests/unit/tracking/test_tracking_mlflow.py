@@ -198,6 +198,51 @@ def test_what_a_server_that_was_away_has_missed_is_sent_at_the_end(
     assert "lost" not in caplog.text
 
 
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_store_that_opens_after_the_start_gets_the_whole_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_resumed: bool
+) -> None:
+    monkeypatch.setattr(adapter, "_GATHER_S", 0.0)
+    from mlflow import MlflowClient
+
+    known = None
+    record = JsonlTracker(tmp_path / "run", TrackingConfig(), None)
+    if is_resumed:
+        before = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+        before.start({"seed": 3})
+        for step in (1, 2, 3):
+            before.log_metrics({"x": float(step)}, step)
+        before.finish("failed")
+        known = json.dumps({"mlflow": before.run_id})
+        for step in (1, 2):
+            record.log_metrics({"x": float(step)}, step)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("away")
+
+    with monkeypatch.context() as away:
+        away.setattr(MlflowClient, "search_runs", refuse)
+        away.setattr(MlflowClient, "update_run", refuse)
+        run = Trackers(tmp_path / "run", TrackingConfig(trackers=["mlflow"]), known, {"own": record})
+        run.start({"seed": 3}, resume_step=2 if is_resumed else None)
+        run.log_datasets([DatasetRecord("t", False, "rows.jsonl", 1, lambda: "0123")])
+        for step in range(3 if is_resumed else 1, 6):
+            run.log_metrics({"x": float(step)}, step)
+            run.log_event(Event(step=step, source="guard", kind="alarm", reason="fell"))
+    run.log_metrics({"x": 6.0}, 6)
+    run.finish("finished")
+    run_id = json.loads(str(run.run_id))["mlflow"]
+    assert known in (None, json.dumps({"mlflow": run_id}))
+    assert _points(tmp_path, run_id, "x") == [(step, float(step)) for step in range(1, 7)]
+    found = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(run_id)
+    assert found.info.status == "FINISHED"
+    assert found.data.params["seed"] == "3"
+    assert [own.dataset.name for own in found.inputs.dataset_inputs] == ["t (train)"]
+    assert found.data.tags["event.guard.alarm"].startswith(f"{3 if is_resumed else 5} x, last at step 5")
+    assert "cannot be opened; the run goes on" in caplog.text
+    assert "lost" not in caplog.text
+
+
 def test_a_server_that_is_away_as_a_resumed_run_asks_it_for_its_points_gets_none_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
