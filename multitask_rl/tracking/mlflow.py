@@ -316,7 +316,7 @@ class MLflowTracker(Tracker):
         try:
             self._open(parameters)
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-            text = "%s cannot be opened; the run goes on, asks again each minute, and at the end sends what it missed: %r"
+            text = "%s cannot be opened; the run goes on, asks each minute, and sends what it missed: %r"
             _LOG.warning(text, target, error)
             opens = partial(self._open, parameters)
         self._worker = BackgroundWriter(
