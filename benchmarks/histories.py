@@ -7,8 +7,9 @@ tasks are added, removed, renamed and brought back, and get another weight, rewa
 evaluated from then on. A part goes on with the run, goes back to one of its checkpoints, forks it, or goes on
 in its moved or copied directory; it may have another scheduler, learning rate or number of rollouts. Types,
 worlds, constraints, curricula, scheduler, guard and intervals are drawn at random. One run goes through the
-parts undisturbed. The other is interrupted (SIGTERM) at three random steps and begun again with the same
-settings. Weights, and records of every directory, must be equal, and each directory must give a report.
+parts undisturbed. The other is stopped at three random moments, by SIGTERM, after which it saves, or by a
+kill, and begun again with the same settings. Weights, and records of every directory, must be equal, and each
+directory must give a report.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import traceback
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,20 +101,34 @@ class Part(NamedTuple):
     """Settings that change with this part."""
 
 
-class Interrupt(Stage):
-    """Sends SIGTERM to this process when the samples of step ``at`` come by."""
+class Stop(NamedTuple):
+    """One end of the process before its time."""
 
-    name = "interrupt"
+    step: int
+    """It comes in this step, or in a later one."""
+    kills_after_s: float | None
+    """Seconds from the step's rewards to a kill; None = SIGTERM instead."""
+
+
+class Stopper(Stage):
+    """Stops this process once the samples of the step have come by."""
+
+    name = "stopper"
     consumes = produces = Scored
 
-    def __init__(self, trainer: Trainer, at: int) -> None:
-        self._trainer, self._at = trainer, at
+    def __init__(self, trainer: Trainer, stop: Stop) -> None:
+        self._trainer, self._stop = trainer, stop
+        self._is_done = False
 
     def process(self, items: list[Scored]) -> list[Scored]:
         """Return ``items``."""
-        if self._trainer.step + 1 >= self._at > 0:
-            self._at = 0
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self._trainer.step + 1 >= self._stop.step and not self._is_done:
+            self._is_done = True
+            if self._stop.kills_after_s is None:
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it ends the process at once
+                signal.setitimer(signal.ITIMER_REAL, self._stop.kills_after_s)
         return items
 
 
@@ -231,19 +248,48 @@ def draw_settings(rng: random.Random) -> dict[str, Any]:
     return settings
 
 
+def train_in_child(config: RunConfig, stop: Stop | None, result: Path) -> int:
+    """Train in a process of its own, which writes the hash of the weights to ``result``.
+
+    Returns:
+        Its exit status: 0, that of an error, 130 after SIGTERM, below 0 if it was killed.
+    """
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            trainer = Trainer.from_config(config)
+            if stop is not None:
+                trainer.insert_stage(Stopper(trainer, stop), after="rewards")
+            trainer.train()
+            result.write_text(weights_hash(trainer))
+            status = 0
+        except KeyboardInterrupt:
+            status = 130
+        except Exception as error:  # noqa: BLE001 - the parent ends with it
+            status = error.exit_code if isinstance(error, ConfigError) else 1
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def run_history(
     place: Path,
     name: str,
     parts: list[Part],
     settings: dict[str, Any],
-    stops: list[int],
+    stops: list[Stop],
     chosen: dict[int, str],
-) -> tuple[dict[str, Any], int]:
-    """Go through the parts, interrupted at ``stops``; return weights and records, and how many interrupts.
+) -> tuple[dict[str, Any], Counter[str]]:
+    """Go through the parts, stopped at ``stops``; return weights and records, and the stops that came.
 
     ``chosen`` gets, and then gives, the checkpoint at which a part begins.
+
+    Raises:
+        ConfigError: the combination is not allowed.
     """
-    waiting, count = list(stops), 0
+    waiting, came = list(stops), Counter[str]()
     directories = [place / name]
     for index, part in enumerate(parts):
         tasks, end, begins = part.tasks, part.end, part.begins
@@ -264,18 +310,18 @@ def run_history(
         settings = settings | part.changes
         (place / "tasks.yaml").write_text(yaml.safe_dump({"tasks": tasks}, sort_keys=False))
         config: RunConfig = run_config(place, directories[-1].name, end, **(settings | checkpoint))
-        while True:
-            trainer = Trainer.from_config(config)
-            if waiting and trainer.step < waiting[0] <= end:
-                trainer.insert_stage(Interrupt(trainer, waiting[0]), after="rewards")
-            try:
-                trainer.train()
-                break
-            except KeyboardInterrupt:
-                count += 1
-                del waiting[0]
+        while status := train_in_child(config, waiting[0] if waiting else None, place / "hash"):
+            if status == ConfigError.exit_code:
+                raise ConfigError(f"part {index} is refused")
+            if status == 1:
+                raise RuntimeError(f"part {index} failed")
+            came["kills" if status < 0 else "interrupts"] += 1
+            del waiting[0]
+            if begins != "fork" or any(
+                (directories[-1] / "checkpoints").glob("step_*")
+            ):  # as `multitask-rl train output_dir=RUN` does
                 config = replace(config, checkpoint=settings["checkpoint"])
-    found: dict[str, Any] = {"weights": weights_hash(trainer)}
+    found: dict[str, Any] = {"weights": (place / "hash").read_text()}
     for number, directory in enumerate(directories):
         (directory / "events.jsonl").touch()  # there is none without an event
         for own in RECORDS:
@@ -289,7 +335,7 @@ def run_history(
             main_compare([*map(str, directories), "--json"])
     if "NaN" in told.getvalue() or "Traceback" in told.getvalue():
         found["told"] = told.getvalue()
-    return found, count
+    return found, came
 
 
 def main() -> None:
@@ -300,11 +346,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {"same": 0, "refused": 0, "interrupts": 0, "wrong": []}
+    result: dict[str, Any] = {"same": 0, "refused": 0, "interrupts": 0, "kills": 0, "wrong": []}
     for seed in range(options.seed, options.seed + options.histories):
         rng = random.Random(seed)
         parts, settings = draw_history(rng), draw_settings(rng)
-        stops, chosen = sorted(rng.sample(range(1, parts[-1].end + 1), 3)), dict[int, str]()
+        steps, chosen = sorted(rng.sample(range(1, parts[-1].end + 1), 3)), dict[int, str]()
+        kinds = rng.sample([None, rng.uniform(0, 0.3), rng.uniform(0, 0.3)], 3)
+        stops = [Stop(*stop) for stop in zip(steps, kinds, strict=True)]
         with tempfile.TemporaryDirectory(prefix="history_") as folder:
             write_run(Path(folder))
             (Path(folder) / "worlds.py").write_text(WORLD)
@@ -314,8 +362,9 @@ def main() -> None:
                 print(f"history {seed}: {error}", file=sys.stderr)
                 result["refused"] += 1
                 continue
-            found, count = run_history(Path(folder), "stopped", parts, settings, stops, chosen)
-        result["interrupts"] += count
+            found, came = run_history(Path(folder), "stopped", parts, settings, stops, chosen)
+        for kind, number in came.items():
+            result[kind] += number
         differing = [name for name in expected if found[name] != expected[name]]
         result["same"] += not differing
         if differing:
