@@ -28,6 +28,9 @@ def test_kills_leave_the_run_as_if_undisturbed_and_damage_is_never_silent(tmp_pa
     assert {"previous", "newest"} <= damaged["outcomes"].keys()
 
 
-def test_a_run_whose_tasks_change_is_the_same_when_it_is_stopped_at_random_steps(tmp_path):
-    found = result_of("histories.py", tmp_path, "--histories", 1, "--seed", 96)
-    assert found == {"same": 1, "refused": 0, "interrupts": 3, "wrong": []}
+def test_a_run_whose_tasks_change_is_the_same_when_it_is_stopped_at_random_moments(tmp_path):
+    """The run goes back, then is forked; each time a task goes and another comes."""
+    found = result_of("histories.py", tmp_path, "--histories", 1, "--seed", 69)
+    assert (found["same"], found["refused"], found["wrong"]) == (1, 0, [])
+    assert found["interrupts"] == 1
+    assert found["kills"] >= 1  # one of the two may come after the end of a part
