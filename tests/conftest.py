@@ -1,5 +1,6 @@
 """Which tests need a processor to themselves: ``make unit`` runs others three at a time, then these two."""
 
+import atexit
 import gc
 import os
 from collections.abc import Callable
@@ -76,11 +77,7 @@ def pytest_collection_finish() -> None:
     """Let the collector pass over the modules: it would spend a tenth of the suite's time on them."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let the interpreter's end free them."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # the interpreter's end frees them; pytest collects before
 
 
 @pytest.fixture

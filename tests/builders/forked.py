@@ -92,7 +92,8 @@ def main():
         # after ours, which leave scikit-learn out
         from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # isort: skip
 
-        with suppress(ImportError):  # a machine with a GPU may lack it
+        with suppress(ImportError):  # a machine with a GPU may lack them
+            import evaluate  # noqa: F401 - with pipelines of transformers; each exact_match needs it
             import mlflow  # noqa: F401
 
     codes = {}

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
+from multitask_rl.models.actor import Actor  # first: it leaves scikit-learn out
+
+# isort: split
+
 import torch
 from tokenizers import ByteLevelBPETokenizer, Regex, Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from multitask_rl.config.run import LoraConfig, ModelConfig
-from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import Prompt, Rollout, SamplingParams, Scored
 from multitask_rl.rollout.base import GenerationRequest

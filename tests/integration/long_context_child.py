@@ -37,11 +37,11 @@ tasks:
     type: grpo
     dataset: kv.jsonl
     eval_dataset: kv.jsonl
-    rewards: [{plugin: rewards.py:first_characters}]
+    rewards: [{plugin: rewards.py:characters}]
 """
 REWARD = """
-def first_characters(response, reference):
-    return sum(c in "0123456789abcdef" for c in response) / 8
+def characters(response, reference):
+    return sum(map(ord, response)) / 1000  # of two responses one is higher
 """
 
 
@@ -106,7 +106,7 @@ def train(directory: Path) -> dict[str, float]:
             rope_scaling={"type": "yarn", "factor": 8.0},
         ),
         rollout=RolloutConfig(max_prompt_tokens=TOKENS + 1000, max_new_tokens=8),
-        batch=BatchConfig(prompts_per_step=1, group_size=3, tokens_per_microbatch=40_000, refill_rounds=0),
+        batch=BatchConfig(prompts_per_step=1, group_size=2, tokens_per_microbatch=40_000, refill_rounds=0),
         guard=GuardConfig(enabled=False),
         eval=EvalConfig(every=0, num_prompts=1),
         checkpoint=CheckpointConfig(every=0),

@@ -679,29 +679,40 @@ OTHER_EVALUATIONS = {
 }
 
 
-@pytest.mark.parametrize("change", OTHER_EVALUATIONS)
-def test_evaluations_made_in_another_way_are_no_fall_of_the_weights(tmp_path, change):
-    def run(steps, *, HELD="copy", PROMPT="", **changed):
-        write_run(tmp_path, MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT), num_rows=60)
-        with (tmp_path / "rewards.py").open("a") as file:
-            file.write(
-                "\n\n@with_traits(isolate=False, low=0.0, high=1.0)\n"
-                "def fills_half(response, reference):\n    return float(len(response) >= 3)\n"
-            )
-        small = {
-            "batch": BatchConfig(prompts_per_step=4, group_size=2),
-            "eval": EvalConfig(every=1, num_prompts=40),
-            "checkpoint": CheckpointConfig(every=1, keep=3),
-            "optimizer": OptimizerConfig(learning_rate=1e-9),
-        }
-        train(run_config(tmp_path, "out", steps, **{**small, **changed}))
+def measured_alike(directory, steps, *, HELD="copy", PROMPT="", **changed):
+    write_run(directory, MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT), num_rows=60)
+    with (directory / "rewards.py").open("a") as file:
+        file.write(
+            "\n\n@with_traits(isolate=False, low=0.0, high=1.0)\n"
+            "def fills_half(response, reference):\n    return float(len(response) >= 3)\n"
+        )
+    small = {
+        "batch": BatchConfig(prompts_per_step=4, group_size=2),
+        "eval": EvalConfig(every=1, num_prompts=40),
+        "checkpoint": CheckpointConfig(every=1, keep=3),
+        "optimizer": OptimizerConfig(learning_rate=1e-9),
+    }
+    train(run_config(directory, "out", steps, **{**small, **changed}))
 
-    run(6)
-    run(12, **OTHER_EVALUATIONS[change])
-    told = [json.loads(line) for line in lines(tmp_path / "out", "events.jsonl")]
+
+@pytest.fixture(scope="module")
+def six_steps(tmp_path_factory):
+    """A directory with ``out``, which holds six steps, and a copy of it."""
+    directory = tmp_path_factory.mktemp("measured")
+    measured_alike(directory, 6)
+    shutil.copytree(directory / "out", directory / "kept")
+    return directory
+
+
+@pytest.mark.parametrize("change", OTHER_EVALUATIONS)
+def test_evaluations_made_in_another_way_are_no_fall_of_the_weights(six_steps, change):
+    shutil.rmtree(six_steps / "out")
+    shutil.copytree(six_steps / "kept", six_steps / "out")
+    measured_alike(six_steps, 12, **OTHER_EVALUATIONS[change])
+    told = [json.loads(line) for line in lines(six_steps / "out", "events.jsonl")]
     said = [e for e in told if e["source"] == "guard" and not e["reason"].startswith("responses went from")]
     assert [(e["step"], e["kind"]) for e in said] == [(7, "redefined")]
-    row = summarise_run(read_run(tmp_path / "out"))["tasks"]["copy"]
+    row = summarise_run(read_run(six_steps / "out"))["tasks"]["copy"]
     assert (row["steps"], row["left_out"]) == ([7, 12], list(range(7)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import signal
@@ -89,7 +88,7 @@ REQUESTS = [
 def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Actor, tmp_path: Path) -> None:
     config = RolloutConfig()
     local = HFEngine.build(actor, config, seed=0, output_dir=tmp_path)
-    remote = RayEngine(HFEngine, actor, config, seed=0, output_dir=tmp_path, ray=RayConfig(num_engines=2))
+    remote = RayEngine(_MayWait, actor, config, seed=0, output_dir=tmp_path, ray=RayConfig(num_engines=2))
     try:
         assert remote.can_watch
         assert_engine_contract(remote, actor.model, actor.tokenizer)
@@ -116,6 +115,7 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
 
         with pytest.raises(EngineError, match="empty prompt"):
             remote.generate([GenerationRequest(prompt_ids=[], sampling=SamplingParams(), seeds=[0])])
+        _check_end(remote, tmp_path)
     finally:
         remote.close()
         remote.close()
@@ -142,37 +142,46 @@ def _check_stream(remote: RayEngine, expected: Sequence[Sequence[Any]]) -> None:
     assert ids[0] == [generation.response_ids[:1] for generation in expected[0]]
 
 
-class _AtWork(HFEngine):
-    """Its first sample ends after 30 s."""
+class _MayWait(HFEngine):
+    """Its first sample ends after 30 s while the file ``wait`` is in ``place``."""
+
+    place: Path
+
+    @classmethod
+    def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> _MayWait:
+        engine = super().build(actor, config, seed=seed, output_dir=output_dir)
+        assert isinstance(engine, cls)
+        engine.place = output_dir
+        return engine
 
     def call_between_steps(self, hook: Callable[[], None]) -> bool:
         self.hook = hook
-        return True
+        return super().call_between_steps(hook)
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
-        for _ in range(600):
-            time.sleep(0.05)
-            self.hook()
+        if (self.place / "wait").exists():
+            for _ in range(600):
+                time.sleep(0.05)
+                self.hook()
         yield from super().generate_stream(requests)
 
 
-def test_a_stream_ends_without_waiting_for_a_sample(cluster: None, actor: Actor, tmp_path: Path) -> None:
-    """As for an overlapped run that ends: it drops the batch under way."""
-    remote = RayEngine(_AtWork, actor, RolloutConfig(), seed=0, output_dir=tmp_path, ray=RayConfig())
-    began = math.inf
+def _check_end(remote: RayEngine, directory: Path) -> None:
+    """A stream ends without waiting for a sample, as an overlapped run ends: it drops the batch under way."""
+    for index in (0, 1):
+        place = directory / "ray_start" / f"replica-{index}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "wait").touch()
+    began = time.monotonic()
 
     def end() -> None:
         if time.monotonic() > began + 1.0:
             raise ZeroDivisionError
 
-    try:
-        remote.call_between_steps(end)
-        began = time.monotonic()
-        with pytest.raises(ZeroDivisionError):
-            remote.generate(REQUESTS)
-        assert time.monotonic() < began + 15.0
-    finally:
-        remote.close()
+    remote.call_between_steps(end)
+    with pytest.raises(ZeroDivisionError):
+        remote.generate(REQUESTS)
+    assert time.monotonic() < began + 15.0
 
 
 class _Killing:
@@ -263,24 +272,17 @@ def _rollouts(responses: Sequence[str]) -> list[Rollout]:
     ]
 
 
-def test_learner_ranks_in_actors_learn_what_one_process_learns(cluster: None) -> None:
+def test_learner_ranks_in_actors_learn_what_one_process_learns_and_nobody_waits_for_one_that_failed(
+    cluster: None,
+) -> None:
     scored = sample_scored(build_actor())
     alone = Bench()
     ranks = RayRanks(1)
-    group = RanksBench(num_ranks=2, launch=ranks, host=ranks.host)
+    group = RanksBench(num_ranks=2, launch=ranks, host=ranks.host, sharded=True)
     try:
         alone.update(scored)
         group.update(scored)
         assert relative_difference(moments(group), moments(alone)) < 1e-5
-    finally:
-        group.backend.close()
-
-
-def test_nobody_waits_for_a_rank_that_failed_in_an_actor(cluster: None) -> None:
-    ranks = RayRanks(1)
-    group = RanksBench(num_ranks=2, launch=ranks, host=ranks.host, sharded=True)
-    try:
-        group.update(sample_scored(build_actor()))
         broken = [c.sample for c in group.credited[:2]]
         broken[1].prompt_ids = []  # the cheaper one goes to the actor; the other's passes wait for it
         with pytest.raises(TrainingError, match="has an empty prompt"):

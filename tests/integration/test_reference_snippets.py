@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load, load_file
 from transformers import (
+    GenerationMixin,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -155,6 +157,8 @@ def save(model, name: str, *, chat: bool = False) -> None:
     tokenizer = build_tokenizer()
     if chat:
         tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    if isinstance(model, GenerationMixin):  # responses of a few tokens: every second one ends them
+        model.generation_config.eos_token_id = list(range(1, len(VOCABULARY), 2))
     model.save_pretrained(name)
     tokenizer.save_pretrained(name)
 
@@ -291,7 +295,13 @@ for actor in actors:
 def torchrun(workspace: Path) -> str:
     """What ``TORCHRUN`` prints: two ranks run the script of the reference, and models of FSDP."""
     (workspace / "wrapped.py").write_text(TORCHRUN)
-    script = str(ROOT / "examples" / "ppo_train.py")
+    # the example as it is; of what random weights say, a single letter is cheerful
+    (workspace / "examples").mkdir()
+    for name in ("ppo_train.py", "cheerful.py"):
+        text = (ROOT / "examples" / name).read_text(encoding="utf-8")
+        text = text.replace("WORDS = {", "WORDS = {*'abcdefghijklmnopqrstuvwxyz', ")
+        (workspace / "examples" / name).write_text(text, encoding="utf-8")
+    script = str(workspace / "examples" / "ppo_train.py")
     flags = ["--actor_model", "meta-llama/Llama-3-8b", "--lr", "1e-3", "--batch_size", "4", "--use_fsdp"]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     ended = subprocess.run(
@@ -311,7 +321,7 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(
     workspace: Path, torchrun: str
 ) -> None:
     # the same ranks, started by the trainer
-    (workspace / "spawned.py").write_text(SPAWNED.format(examples=str(ROOT / "examples")))
+    (workspace / "spawned.py").write_text(SPAWNED.format(examples=str(workspace / "examples")))
     alone = run_forked("spawned.py", cwd=workspace, env=environment())
     assert alone.returncode == 0, alone.stderr[-3000:]
     weights = [
@@ -319,6 +329,9 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(
         for run in ("torchrun", "spawned")
     ]
     assert weights[0] == weights[1]
+    start = load_file(workspace / "meta-llama" / "Llama-3-8b" / "model.safetensors")
+    trained = load(weights[0])
+    assert not torch.equal(trained["lm_head.weight"], start["lm_head.weight"])
 
 
 def test_a_model_that_fsdp_wraps_is_trained(torchrun: str) -> None:

@@ -193,7 +193,7 @@ def test_no_edit_of_a_byte_of_a_manifest_is_taken_for_what_was_written(tmp_path)
                     continue
             store = CheckpointStore(tmp_path, keep=3)
             assert list(store.entries) == [1], edited
-            assert store.newest().state["step"] == 1
+    assert store.newest().state["step"] == 1
     manifest.write_bytes(written)
     assert CheckpointStore(tmp_path, keep=3).entries[2] == found
 
