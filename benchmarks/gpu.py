@@ -13,12 +13,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
-import runpy
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -56,27 +53,13 @@ def main() -> None:
 
 
 def measure(script: str, arguments: list[str]) -> dict[str, Any]:
-    """Run another benchmark in a process of its own, which gives the device back; return its result.
-
-    A fork: torch, which nothing here has begun to use, is imported once.
-    """
+    """Run another benchmark in a process of its own, which gives the device back; return its result."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        command = [str(HERE / script), *arguments, "--json", str(file)]
-        process = get_context("fork").Process(target=_run, args=(command,))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise subprocess.CalledProcessError(process.exitcode, command)
+        command = [sys.executable, str(HERE / script), *arguments, "--json", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         result: dict[str, Any] = json.loads(file.read_text())
     return result
-
-
-def _run(command: list[str]) -> None:
-    """Do what ``python`` does with ``command``, without its standard output."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
 
 
 def parse_arguments() -> argparse.Namespace:
