@@ -130,15 +130,27 @@ def _evaluate(config: RunConfig, options: argparse.Namespace, models: Mapping[st
     refused: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory(prefix="multitask_rl_eval_") as folder:
         results: dict[str, Evaluations] = {}
-        for number, (name, directory) in enumerate(models.items()):
-            model = replace(config.model, name_or_path=directory)
-            own = Path(folder) / str(number)
-            results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
-            append_evaluations(own / "evaluations.jsonl", results[name])
+        try:
+            for number, (name, directory) in enumerate(models.items()):
+                model = replace(config.model, name_or_path=directory)
+                own = Path(folder) / str(number)
+                results[name] = _of_model(replace(config, model=model, output_dir=str(own)), anchors, refused)
+                append_evaluations(own / "evaluations.jsonl", results[name])
+        except BaseException:
+            if results:  # the first model's, which may have taken hours
+                _show(results, None, options)
+            raise
         compared = None
         if len(models) > 1:
             runs = [read_run(Path(folder) / str(i), name) for i, name in enumerate(models)]
             (compared,) = compare(group_runs(runs))["comparisons"]
+    _show(results, compared, options)
+
+
+def _show(
+    results: Mapping[str, Evaluations], compared: Mapping[str, Any] | None, options: argparse.Namespace
+) -> None:
+    """Print the evaluations by model, and their comparison if there is one."""
     if options.json:
         rows = {m: {n: evaluation_row(e) for n, e in own.items()} for m, own in results.items()}
         sys.stdout.write(dump_line({"models": rows, "difference": compared}))

@@ -92,6 +92,16 @@ def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
     assert not (here / "runs").exists()
 
 
+def test_a_second_model_that_cannot_be_evaluated_does_not_cost_the_first_ones_results(here, capsys):
+    keys = ["eval.num_prompts=2", "rollout.max_new_tokens=4", "scoring.num_workers=1"]
+    assert main(["eval", "actor", "tasks.yaml", "--other", "absent", "--json", *keys]) == 2
+    shown = capsys.readouterr()
+    assert "model.name_or_path 'absent' is neither a directory" in shown.err
+    found = json.loads(shown.out.splitlines()[-1])
+    assert found["models"]["actor"]["copy"]["n"] == 2
+    assert found["difference"] is None
+
+
 def test_two_models_are_measured_on_the_same_texts_of_an_anchor(here, capsys):
     """A model that is surer of its own words is not better for it, and none is its own beginning."""
     (here / "texts.yaml").write_text(f"""
