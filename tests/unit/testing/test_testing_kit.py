@@ -103,7 +103,7 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert re.search(r"FAIL  is called: .* no column 'word' .*; give a row that has it: --row", shown)
     assert main(["check", "no_such_reward"]) == 2
-    assert "unknown reward 'no_such_reward'" in capsys.readouterr().err
+    assert "no plugin 'no_such_reward' is installed; " in capsys.readouterr().err
     assert main([]) == 2
 
 
