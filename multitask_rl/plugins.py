@@ -273,9 +273,10 @@ def source_file(reference: str) -> Path | None:
 
 @lru_cache(maxsize=8)
 def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.EntryPoint]:
-    """Return every entry point in ``path`` of a group that begins as ours, also the second of two equal names.
+    """Return the entry points in ``path`` of groups that begin as ours, also the second of two equal names.
 
-    A group that is none of ours (``multitask_rl.reward``) is a mistake to tell of. A distribution found twice (an editable install and its build directory) counts once, as for imports.
+    A group that is none of ours (``multitask_rl.reward``) is a mistake to tell of. A distribution found twice
+    (an editable install and its build directory) counts once, as for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=list(path)):

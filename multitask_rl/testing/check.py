@@ -104,9 +104,10 @@ def check_plugin(
         kind = next((kind for kind, one in KINDS.items() if one.group in groups), None)
         if kind is None:
             raise PluginError(
-                f"no plugin {name_or_ref!r} is installed{declared_elsewhere(name_or_ref)}; `multitask-rl plugins "
-                "list` shows those that are. An entry point just added to a pyproject.toml is seen only after "
-                "its distribution is installed again (pip install -e .). A file is named FILE.py:NAME."
+                f"no plugin {name_or_ref!r} is installed{declared_elsewhere(name_or_ref)}; `multitask-rl "
+                "plugins list` shows those that are. An entry point just added to a pyproject.toml is seen "
+                "only after its distribution is installed again (pip install -e .). A file is named "
+                "FILE.py:NAME."
             )
     elif kind is None:
         kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "")

@@ -174,13 +174,10 @@ def check_tokens(found: object, kind: type, names: Sequence[str], number: int, p
         tokens = getattr(found, name)
         if tokens is None and name == "returns":
             continue
-        is_tensor = isinstance(tokens, Tensor)
-        if not is_tensor or tuple(tokens.shape) != (number,):
-            what = (
-                f"{name} of shape {tuple(tokens.shape)}"
-                if is_tensor
-                else f"{type(tokens).__name__} as {name}"
-            )
+        what = f"{type(tokens).__name__} as {name}"
+        if isinstance(tokens, Tensor):
+            what = f"{name} of shape {tuple(tokens.shape)}"
+        if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (number,):
             raise PluginError(f"{place} returned {what}, expected a tensor [{number}]: one value per token")
 
 

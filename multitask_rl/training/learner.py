@@ -104,8 +104,8 @@ class Learner:
                     told = f"the loss is NaN or infinite of {', '.join(bad)}; " if bad else ""
                     raise TrainingError(
                         f"the gradient was not finite {self.bad_updates} updates in a row (none was applied);"
-                        f" {told}lower optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl."
-                        " The last checkpoint is intact."
+                        f" {told}lower optimizer.learning_rate, or look for rewards without bounds in"
+                        " metrics.jsonl. The last checkpoint is intact."
                     )
         self.backend.gather_weights()
         self.backend.ema_update()
