@@ -13,7 +13,7 @@ from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import build_config
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import RolloutEngine
@@ -160,25 +160,6 @@ class TokenMeans:
             if name == "mismatch":
                 result[task]["mismatch_max"] = most
         return dict(result)
-
-
-def check_tokens(found: object, kind: type, names: Sequence[str], number: int, place: str) -> None:
-    """Check that an algorithm returned a ``kind`` whose tensors ``names`` are [number]: a value per token.
-
-    Raises:
-        PluginError: it did not; the message begins with ``place``.
-    """
-    if not isinstance(found, kind):
-        raise PluginError(f"{place} returned {type(found).__name__}, expected {kind.__name__}")
-    for name in names:
-        tokens = getattr(found, name)
-        if tokens is None and name == "returns":
-            continue
-        what = f"{type(tokens).__name__} as {name}"
-        if isinstance(tokens, Tensor):
-            what = f"{name} of shape {tuple(tokens.shape)}"
-        if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (number,):
-            raise PluginError(f"{place} returned {what}, expected a tensor [{number}]: one value per token")
 
 
 @dataclass(kw_only=True, slots=True)
