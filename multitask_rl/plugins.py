@@ -80,7 +80,8 @@ def list_plugins(group: str | None = None) -> list[PluginInfo]:
     """
     if group is not None and group not in GROUPS:
         raise PluginError(f"unknown plugin group {group!r}; groups: {', '.join(GROUPS)}")
-    return sorted(i for i in _entry_points(tuple(sys.path)) if group is None or i.group == group)
+    groups = GROUPS if group is None else (group,)
+    return sorted(i for i in _entry_points(tuple(sys.path)) if i.group in groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,20 @@ def locate(reference: str, group: str, where: str = "") -> Located:
     return Located(value, name, version, repr(place))
 
 
+def declared_elsewhere(name: str) -> str:
+    """Return which distribution declares ``name`` in which group, for the message that one group lacks it.
+
+    A group that is none of ours (``multitask_rl.reward``) is told as such. "" if nobody declares it.
+    """
+    told = ""
+    for info in sorted(_entry_points(tuple(sys.path))):
+        if info.name == name:
+            close = difflib.get_close_matches(info.group, GROUPS, n=1) or ["one of " + ", ".join(GROUPS)]
+            unknown = "" if info.group in GROUPS else f", which is no group of plugins; use {close[0]}"
+            told += f" ({info.distribution} {info.version} declares it in group {info.group}{unknown})"
+    return told
+
+
 def _load_entry_point(group: str, name: str) -> Located:
     infos = list_plugins(group)
     matches = [info for info in infos if info.name == name]
@@ -174,7 +189,7 @@ def _load_entry_point(group: str, name: str) -> Located:
         close = difflib.get_close_matches(name, installed, n=3)
         hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise PluginError(
-            f"unknown {_kind(group)} {name!r}.{hint} Installed in group {group}: "
+            f"unknown {_kind(group)} {name!r}{declared_elsewhere(name)}.{hint} Installed in group {group}: "
             f"{', '.join(installed) or 'none'}. An entry point just added to a pyproject.toml is seen only "
             "after its distribution is installed again (pip install -e .)."
         )
@@ -213,8 +228,11 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
             raise
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:
+        hint = ""
+        if typed is None and isinstance(error, TypeError):
+            hint = ". A class without a nested dataclass 'Config' is built without arguments"
         raise PluginError(
-            f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}"
+            f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}{hint}"
         ) from error
 
 
@@ -255,13 +273,18 @@ def source_file(reference: str) -> Path | None:
 
 @lru_cache(maxsize=8)
 def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.EntryPoint]:
-    """Return every entry point of our groups in ``path``, also the second of two equal names.
+    """Return the entry points in ``path`` of groups that begin as ours, also the second of two equal names.
 
-    A distribution found twice (an editable install and its build directory) counts once, as for imports.
+    A group that is none of ours (``multitask_rl.reward``) is a mistake to tell of. A distribution found twice
+    (an editable install and its build directory) counts once, as for imports.
     """
     found: dict[tuple[str, str, str], tuple[PluginInfo, importlib.metadata.EntryPoint]] = {}
     for distribution in importlib.metadata.distributions(path=list(path)):
-        if not (entries := [entry for entry in distribution.entry_points if entry.group in GROUPS]):
+        if not (
+            entries := [
+                entry for entry in distribution.entry_points if entry.group.startswith("multitask_rl")
+            ]
+        ):
             continue
         owner, version = distribution.metadata["Name"] or "(unnamed distribution)", distribution.version
         normalized = re.sub(r"[-_.]+", "-", owner).lower()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from multitask_rl.config.schema.ranges import NotNegative, OneOf, Positive, PositiveFraction, Range, Settings
+from multitask_rl.errors import PluginError
 from multitask_rl.records import Scored, TrainSample
 
 if TYPE_CHECKING:
@@ -137,6 +138,28 @@ class LossOutput:
     """[N]"""
     metrics: dict[str, Tensor] = field(default_factory=dict)
     """[N] each, detached; averaged over tokens for the log (``clip_fraction``, ``approx_kl``, ...)."""
+
+
+def check_tokens(found: object, kind: type[Credit | LossOutput], number: int, place: str) -> None:
+    """Check that an algorithm returned a ``kind`` whose tensors are [number]: a value per token.
+
+    Raises:
+        PluginError: it did not; the message begins with ``place``.
+    """
+    from torch import Tensor
+
+    if not isinstance(found, kind):
+        raise PluginError(f"{place} returned {type(found).__name__}, expected {kind.__name__}")
+    given: dict[str, object] = {"loss": found.loss} if isinstance(found, LossOutput) else {}
+    if isinstance(found, Credit):
+        given = {"advantages": found.advantages}
+        given |= {} if found.returns is None else {"returns": found.returns}
+    for name, tokens in given.items():
+        what = f"{type(tokens).__name__} as {name}"
+        if isinstance(tokens, Tensor):
+            what = f"{name} of shape {tuple(tokens.shape)}"
+        if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (number,):
+            raise PluginError(f"{place} returned {what}, expected a tensor [{number}]: one value per token")
 
 
 class Algorithm:

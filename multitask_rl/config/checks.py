@@ -14,7 +14,7 @@ from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, is_installed, path_errors, require_extra
-from multitask_rl.plugins import PLUGIN_FORMS, list_plugins
+from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, list_plugins
 
 _UNSCORED = ("anchor", "sft", "distill")
 """Kinds of tasks that need no reward."""
@@ -250,8 +250,8 @@ def check_entry_point(where: Where, group: str, name: str) -> None:
     if name not in names and ":" not in name:  # loading checks module:object and file.py:object
         kind = group.rpartition(".")[2].removesuffix("s").replace("_", " ")
         raise ConfigError(
-            f"{where}: unknown {kind} {name!r}{suggest(name, names)}{_own_form(name)} "
-            f"(installed: {', '.join(names) or 'none'}); "
+            f"{where}: unknown {kind} {name!r}{declared_elsewhere(name)}{suggest(name, names)}"
+            f"{_own_form(name)} (installed: {', '.join(names) or 'none'}); "
             "a plugin added since the last install appears after `pip install -e .`"
         )
 

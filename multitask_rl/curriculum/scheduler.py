@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
@@ -187,8 +187,7 @@ class DynamicTaskWeightScheduler:
         self._tie_break = {task: derive_seed(seed, "quota", task) for task in tasks}
         self._reported = shares = self.weights()
         filled = [task for task in tasks if given and task not in given]
-        listed = ", ".join(f"{task} {share:.3f}" for task, share in shares.items())
-        reason = f"initial shares {listed} by policy {self.policy_name}"
+        reason = f"initial shares {_listed(shares)} by policy {self.policy_name}"
         if filled:
             reason += f"; no weight given for {', '.join(filled)}: each gets the mean of the given weights"
         data: dict[str, Any] = {"given": dict(given), "filled": filled, "to": shares, "floors": self._floors}
@@ -376,8 +375,13 @@ class DynamicTaskWeightScheduler:
         self.carry = rename_tasks(state["carry"], renamed, self.tasks)
         self._factors, self._shares = rename_tasks(state["factors"], renamed, self.tasks), None
         self._calibrated_at = state["calibrated_at"]
-        self._reported = self.weights()
-        if not any(event.kind == "weights" for event in self._pending):  # else weights or tasks have changed
+        self._reported = shares = self.weights()
+        # weights or tasks have changed
+        if first := next((event for event in self._pending if event.kind == "weights"), None):
+            reason = f"{first.reason}; with the evidence so far {_listed(shares)}"
+            told = replace(first, reason=reason, data={**first.data, "to": shares})
+            self._pending[self._pending.index(first)] = told
+        else:
             self._reported |= rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]
 
@@ -443,6 +447,10 @@ class UnlearnableGate:
         self._dead_steps = dict.fromkeys(self._dead_steps, 0)
         self._dead_steps |= rename_tasks(state["dead_steps"], renamed, self._dead_steps)
         self.held = set(rename_tasks(dict.fromkeys(state["held"]), renamed, self._dead_steps))
+
+
+def _listed(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{task} {share:.3f}" for task, share in shares.items())
 
 
 def _event(kind: str, reason: str, task: str = "", data: Mapping[str, Any] | None = None) -> Event:

@@ -171,6 +171,8 @@ class SafetyGuard(Guard):
         is_free = decision.action is GuardAction.keep and not self._adjustments.victim
         if hacked is not None and is_free and self.config.act_on_hacking:
             self._adjust(GuardAction.reweight, victim=hacked.task, culprit=hacked.task, step=step)
+            place, reason = signs.index(hacked), hacked.reason + self._until_recovered()
+            signs[place] = hacked = replace(hacked, reason=reason)
             decision = GuardDecision(
                 action=GuardAction.reweight,
                 task=hacked.task,
@@ -246,14 +248,13 @@ class SafetyGuard(Guard):
                 self._rungs.pop(metric.key, None)
                 self._good.pop(metric.key, None)
             metric.detector.cusum = 0.0
-        trained = {t: f for t, f in self.weight_factors().items() if self._history.is_trained(t)}
+        shares = "".join(f"{change}, " for change in self._changed_shares())
         self._history.rewind(target.step)
         self._hacking.forget()
         self._rollbacks.append(self._began)
         self._cooldown_until += step - self._began
         self._began = self._slowed_at = step
         self._is_restored, change = True, self._adjustments
-        shares = "".join(f"share of {task} x {factor:g}, " for task, factor in trained.items())
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
             f"{change.lr_hold_steps} steps, {shares}data of the window "
@@ -518,7 +519,6 @@ class SafetyGuard(Guard):
         return (
             f"has changed: the weights of step {good.step} scored {then['value']:.3f} there and score "
             f"{value:.3f} now, so its environment, reward or data is no longer what it was"
-            + (_GOES_ON if self.config.on_changed_task == "stop" else "")
         )
 
     def _choose(self, key: str, statistics: Mapping[str, float], step: int) -> GuardAction:
@@ -562,6 +562,16 @@ class SafetyGuard(Guard):
             self._slowed, self._slowed_at = self._adjustments, step
             self._cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
+    def _changed_shares(self) -> list[str]:
+        """Return which shares are multiplied by what, of tasks that are trained."""
+        factors = self.weight_factors().items()
+        return [f"share of {task} x {factor:g}" for task, factor in factors if self._history.is_trained(task)]
+
+    def _until_recovered(self) -> str:
+        """Return what a milder action changes, as the end of its reason."""
+        changes = self._changed_shares()
+        return f"; {', '.join(changes)} until {self._adjustments.victim} has recovered" if changes else ""
+
     def _signs_of_hacking(self, since: int) -> list[Event]:
         """Return the new signs in the steps from ``since`` on, of tasks whose primary metric is watched."""
         events = []
@@ -591,6 +601,10 @@ class SafetyGuard(Guard):
             f"{metric.key} {text}: {value:.3f} against a demonstrated {demonstrated:.3f} "
             f"(evidence {numbers['cusum']:.1f}, limit {numbers['cusum_limit']:.1f})"
         )
+        if action in (GuardAction.reweight, GuardAction.freeze):
+            reason += self._until_recovered()
+        if action is GuardAction.stop and "z_changed" in numbers:
+            reason += _GOES_ON
         acts = action not in (GuardAction.warn, GuardAction.stop)
         changes = self._adjustments if acts else RollbackAdjustments()
         data = {**numbers, "metric": metric.key, "culprit": changes.culprit}

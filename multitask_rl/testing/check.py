@@ -18,7 +18,7 @@ from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
-from multitask_rl.plugins import ENVIRONMENTS, list_plugins, locate
+from multitask_rl.plugins import ENVIRONMENTS, declared_elsewhere, list_plugins, locate
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.testing.contract import Finding, assert_findings, check_constraint, check_reward
 from multitask_rl.testing.scaffold import KINDS
@@ -101,7 +101,14 @@ def check_plugin(
 
     if kind is None and ":" not in name_or_ref:
         groups = {info.group for info in list_plugins() if info.name == name_or_ref}
-        kind = next((kind for kind, one in KINDS.items() if one.group in groups), "reward")
+        kind = next((kind for kind, one in KINDS.items() if one.group in groups), None)
+        if kind is None:
+            raise PluginError(
+                f"no plugin {name_or_ref!r} is installed{declared_elsewhere(name_or_ref)}; `multitask-rl "
+                "plugins list` shows those that are. An entry point just added to a pyproject.toml is seen "
+                "only after its distribution is installed again (pip install -e .). A file is named "
+                "FILE.py:NAME."
+            )
     elif kind is None:
         kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "")
         if not kind:

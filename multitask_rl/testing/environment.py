@@ -40,7 +40,7 @@ def check_environment(
     Args:
         plugin: reference as in a tasks file.
         config: ``environment_config``.
-        row: a row of its data; None = a sum, and what needs another row is not tried.
+        row: a row of its data; None = a sum, and what needs a column beyond that is not tried.
     """
     spec = WorldSpec(reference=plugin, config=dict(config or {}), where=plugin)
     given = {"prompt": "What is 2 + 2?", "reference": "4"} if row is None else dict(row)
@@ -53,9 +53,9 @@ def check_environment(
         opening = first[0]
         if isinstance(opening, Failure):
             problem = f"{opening.kind.value} failure: {opening.message}"
-            if row is None:
-                return [*findings, Finding(begins, True, f"not tried, give --row ({problem})")]
-            return [*findings, Finding(begins, False, problem)]
+            is_untried = row is None and opening.kind is FailureKind.data
+            told = f"not tried, give --row ({problem})" if is_untried else problem
+            return [*findings, Finding(begins, is_untried, told)]
         assert isinstance(opening, Opening)
         names = [tool["function"]["name"] for tool in opening.tools]
         shape = f"tools: {', '.join(names)}" if names else "it answers messages"

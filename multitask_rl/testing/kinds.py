@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.algorithms.base import Algorithm, CreditBatch, TokenBatch
+from multitask_rl.algorithms.base import Algorithm, Credit, CreditBatch, LossOutput, TokenBatch, check_tokens
 from multitask_rl.config.run import GuardConfig, TrackingConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks, validate_tasks
@@ -195,6 +195,7 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
         rollouts = [make_rollout(texts[i % 4], draw=i // 4, sample=i % 4) for i in range(8)]
         scored = [Scored(rollout=r, reward=reward) for r, reward in zip(rollouts, rewards, strict=True)]
         samples = algorithm.select(scored)
+        assert samples, "select() returned no sample for eight scored rollouts"
         lengths = torch.tensor([len(s.response_ids) for s in samples])
         number = int(lengths.sum())
         old = torch.linspace(-2.0, -0.5, number)
@@ -208,8 +209,9 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
                 values=values,
             )
         )
+        check_tokens(credit, Credit, number, "credit()")
         logprobs = (old + 0.01).requires_grad_()
-        loss = algorithm.loss(
+        result = algorithm.loss(
             TokenBatch(
                 logprobs=logprobs,
                 old_logprobs=old,
@@ -222,13 +224,12 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
                 old_values=values,
                 returns=credit.returns,
             )
-        ).loss
-        assert credit.advantages.shape == loss.shape == (number,), (
-            f"advantages {tuple(credit.advantages.shape)}, loss {tuple(loss.shape)}, expected one per token, "
-            f"{number}"
         )
+        check_tokens(result, LossOutput, number, "loss()")
+        loss = result.loss
         assert not credit.advantages.requires_grad, "advantages carry a gradient"
-        assert bool(credit.advantages.isfinite().all() and loss.isfinite().all()), "NaN or infinite"
+        assert bool(credit.advantages.isfinite().all()), "advantages are NaN or infinite"
+        assert bool(loss.isfinite().all()), "losses are NaN or infinite"
         torch.autograd.backward(loss.mean())
         return credit.advantages, logprobs.grad
 

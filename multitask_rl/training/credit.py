@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multitask_rl.algorithms.base import CreditBatch
+from multitask_rl.algorithms.base import Credit, CreditBatch, check_tokens
 from multitask_rl.records import TrainSample, concerned_cost, is_sum_of_terms
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 
@@ -102,6 +102,8 @@ class CreditAssigner:
             **components,
         )
         credit = task.algorithm.credit(batch)
+        place, number = f"task {task.spec.name!r}: credit() of {task.spec.type}", int(batch.lengths.sum())
+        check_tokens(credit, Credit, number, place)
 
         def by_part(tokens: Tensor) -> list[Tensor]:
             return [own.clone() for own in torch.split(tokens, [len(part.response_ids) for part in parts])]

@@ -7,6 +7,7 @@ to be zero count in the denominator and are not computed.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -98,10 +99,13 @@ class Learner:
                 self.bad_updates += 1
                 if self.bad_updates >= MAX_BAD_UPDATES:
                     self.backend.gather_weights()  # for a checkpoint that is saved now
+                    losses = {name: found.get("loss", 0.0) for name, found in means.by_task().items()}
+                    bad = [repr(name) for name, loss in losses.items() if not math.isfinite(loss)]
+                    told = f"the loss is NaN or infinite of {', '.join(bad)}; " if bad else ""
                     raise TrainingError(
                         f"the gradient was not finite {self.bad_updates} updates in a row (none was applied);"
-                        " lower optimizer.learning_rate, or look for rewards without bounds in metrics.jsonl."
-                        " The last checkpoint is intact."
+                        f" {told}lower optimizer.learning_rate, or look for rewards without bounds in"
+                        " metrics.jsonl. The last checkpoint is intact."
                     )
         self.backend.gather_weights()
         self.backend.ema_update()

@@ -8,19 +8,26 @@ from pathlib import Path
 
 import pytest
 
+from multitask_rl.config.checks import check_entry_point
+from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.plugins import GROUPS, REWARDS, build_plugin, list_plugins, load_plugin
 
 
 def install(
-    folder: Path, distribution: str, entries: dict[str, str], module: str = "", text: str = ""
+    folder: Path,
+    distribution: str,
+    entries: dict[str, str],
+    module: str = "",
+    text: str = "",
+    group: str = REWARDS,
 ) -> None:
     """Write what a wheel leaves in site-packages."""
     info = folder / f"{distribution.replace('-', '_')}-1.2.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.2\n")
     lines = "\n".join(f"{name} = {value}" for name, value in entries.items())
-    (info / "entry_points.txt").write_text(f"[{REWARDS}]\n{lines}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{lines}\n")
     if module:
         (folder / f"{module}.py").write_text(text)
 
@@ -60,6 +67,24 @@ def test_unknown_name_offers_close_ones_and_explains_reinstalling() -> None:
     assert text.startswith("unknown reward 'exact_macth'. Did you mean 'exact_match'")
     assert "Installed in group multitask_rl.rewards: " in text
     assert text.endswith("is seen only after its distribution is installed again (pip install -e .).")
+
+
+@pytest.mark.parametrize(
+    ("group", "told"),
+    [
+        ("multitask_rl.reward", "which is no group of plugins; use multitask_rl.rewards)"),
+        ("multitask_rl.schedulers", "declares it in group multitask_rl.schedulers)"),
+    ],
+)
+def test_a_plugin_in_a_wrong_group_is_told_with_its_distribution(site: Path, group: str, told: str) -> None:
+    install(site, "lost-dist", {"lost": "lost_plugin:f"}, group=group)
+    with pytest.raises(PluginError, match=r"lost-dist 1\.2 declares it in group ") as caught:
+        load_plugin(REWARDS, "lost")
+    with pytest.raises(ConfigError) as in_a_file:
+        check_entry_point(Where(), REWARDS, "lost")
+    assert told in str(caught.value)
+    assert told in str(in_a_file.value)
+    assert {info.group for info in list_plugins()} <= set(GROUPS)
 
 
 def test_two_distributions_with_one_name_are_both_named(site: Path) -> None:
@@ -126,6 +151,16 @@ class Typed:
 
 class Plain:
     pass
+
+
+class Untyped:
+    def __init__(self, config):
+        self.config = config
+
+
+def test_a_class_that_wants_a_config_and_declares_none_is_told_to() -> None:
+    with pytest.raises(PluginError, match=r"'config'\. A class without a nested dataclass 'Config' is built"):
+        build_plugin(Untyped, {}, where="tasks.a.rewards[0].config")
 
 
 def test_config_is_typed_by_the_plugin() -> None:

@@ -132,6 +132,18 @@ def test_what_was_said_once_is_not_said_again_by_a_run_saved_before_its_next_ste
     assert [e.kind for e in resumed.update({}, 1)] == [e.kind for e in again.update({}, 1)] == ["warn"]
 
 
+def test_a_resume_with_another_task_tells_the_shares_that_it_goes_on_with() -> None:
+    old = _bound("ab", prior_prompts=1)
+    _drive(old, 20)
+    new = _bound("abd", prior_prompts=1)
+    new.load_state_dict(old.state_dict())
+    shares = new.weights()
+    first, *_ = _drive(new, 1, start=20)
+    assert shares != pytest.approx(dict.fromkeys("abd", 1 / 3), abs=0.01)
+    assert first.data["to"] == shares
+    assert f"by policy deficit_learnability; with the evidence so far a {shares['a']:.3f}, b" in first.reason
+
+
 def test_state_of_another_policy_is_left_out_and_said() -> None:
     new = _bound(policy="static")
     new.load_state_dict(_bound().state_dict())

@@ -123,6 +123,8 @@ def test_the_guard_lowers_the_share_of_a_hacked_task_before_it_is_a_regression()
     assert [d.action for d in acted][:1] == [GuardAction.reweight]
     assert acted[0].adjustments.weight_factors == {"a": 0.5}
     assert acted[0].events[0].kind == "hacking"
+    assert acted[0].events[0].reason == acted[0].reason
+    assert acted[0].reason.endswith("; share of a x 0.5 until a has recovered")
 
 
 def test_a_curriculum_that_draws_easier_prompts_makes_no_task_its_own_culprit() -> None:

@@ -510,6 +510,8 @@ def test_good_weights_that_score_lower_than_when_they_were_saved_stop_the_run() 
     assert decision.action is GuardAction.stop
     assert decision.events[0].kind == "stop"
     assert "has changed: the weights of step 90 scored 0.600 there and score 0.300 now" in decision.reason
+    told = "); set guard.guard_config.on_changed_task=warn to go on with the task as it is"
+    assert decision.reason.endswith(told)
     assert decision.statistics["z_changed"] > 3.09
     checkpoints = [CheckpointInfo(step=step, judged_good=True) for step in (50, 90)]
     target = guard.rollback_target(checkpoints)
@@ -752,6 +754,9 @@ def test_the_ladder_is_climbed_one_rung_per_alarm_and_a_deep_fall_goes_to_its_en
     assert acted[0].adjustments.weight_factors == {"a": 2.0, "b": 0.5}
     assert acted[0].adjustments.lr_factor == 1.0
     assert acted[1].adjustments.weight_factors == {"a": 2.0, "b": 0.0}
+    told = [event.reason for d in acted[:2] for event in d.events]  # the task of the event is the victim
+    assert told[0].endswith("); share of a x 2, share of b x 0.5 until a has recovered")
+    assert told[1].endswith("); share of a x 2, share of b x 0 until a has recovered")
     deep = _guard(ladder=["reweight", "freeze", "rollback"])
     assert _run(deep, [0.6] * 10 + [0.1])[-1].action is GuardAction.rollback
 

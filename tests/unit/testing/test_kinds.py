@@ -286,6 +286,8 @@ def test_what_an_environment_needs_beyond_a_row_is_not_tried(tmp_path: Path) -> 
     assert report.kind == "environment"
     assert report.passed
     assert "not tried, give --row (data failure" in report.text()
+    broken = check_plugin(f"{tmp_path / 'worlds.py'}:NeedsMore")
+    assert not broken.passed, "an episode that never began has shown nothing"
 
 
 def test_an_object_of_an_unknown_kind_names_the_option_that_tells_it(tmp_path: Path) -> None:

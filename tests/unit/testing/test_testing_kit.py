@@ -16,7 +16,7 @@ from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.testing import FakeEngine, assert_constraint_contract, assert_reward_contract
 from multitask_rl.testing.check import check_plugin
 from multitask_rl.testing.listing import describe
-from multitask_rl.testing.scaffold import scaffold
+from multitask_rl.testing.scaffold import KINDS, scaffold
 
 HEAD = (
     "from multitask_rl.scoring.shapes import with_traits\nfrom multitask_rl.contracts import PluginTraits\n"
@@ -103,7 +103,7 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
     shown = capsys.readouterr().out
     assert re.search(r"FAIL  is called: .* no column 'word' .*; give a row that has it: --row", shown)
     assert main(["check", "no_such_reward"]) == 2
-    assert "unknown reward 'no_such_reward'" in capsys.readouterr().err
+    assert "no plugin 'no_such_reward' is installed; " in capsys.readouterr().err
     assert main([]) == 2
 
 
@@ -134,6 +134,16 @@ def test_scaffold_never_overwrites(tmp_path: Path) -> None:
     scaffold("reward", "twice", tmp_path)
     with pytest.raises(ConfigError, match="exists already"):
         scaffold("constraint", "twice", tmp_path)
+
+
+def test_what_the_scaffold_says_of_a_kind_is_english(tmp_path: Path) -> None:
+    for kind in KINDS:
+        target = scaffold(kind, f"own_{kind}", tmp_path)
+        for name in ("README.md", "pyproject.toml"):
+            text = (target / name).read_text(encoding="utf-8")
+            assert f"kind: {kind})" in text or f"Plugin of multitask-rl: {kind}" in text
+            assert "A algorithm" not in text
+            assert "A environment" not in text
 
 
 def test_fake_engine_depends_on_prompt_seed_and_weights_only() -> None:

@@ -1,4 +1,6 @@
+import math
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +11,7 @@ from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
-from multitask_rl.errors import TrainingError
+from multitask_rl.errors import PluginError, TrainingError
 from multitask_rl.step.tokens import advantages_of, sampled_as
 from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
@@ -227,6 +229,61 @@ def test_gradients_that_are_not_finite_are_not_applied_and_stop_the_run_in_the_e
     bench.update(scored, {"b": float("nan")})
     with pytest.raises(TrainingError, match="not finite 3 updates in a row"):
         bench.update(scored, {"b": float("nan")})
+
+
+class Misshapen(GRPO):
+    """GRPO of which the method called ``wrong`` returns what ``change`` makes of its result."""
+
+    wrong, change = "", staticmethod(lambda result: result)
+
+    def credit(self, batch):
+        result = super().credit(batch)
+        return self.change(result) if self.wrong == "credit" else result
+
+    def loss(self, batch):
+        result = super().loss(batch)
+        return self.change(result) if self.wrong == "loss" else result
+
+
+@pytest.mark.parametrize(
+    ("wrong", "change", "told"),
+    [
+        ("credit", lambda c: None, "returned NoneType, expected Credit"),
+        (
+            "credit",
+            lambda c: replace(c, advantages=c.advantages[:-1]),
+            r"returned advantages of shape \(\d+,\)",
+        ),
+        ("credit", lambda c: replace(c, advantages=c.advantages.tolist()), "returned list as advantages"),
+        (
+            "credit",
+            lambda c: replace(c, returns=c.advantages[:, None]),
+            r"returned returns of shape \(\d+, 1\)",
+        ),
+        ("loss", lambda o: o.loss, "returned Tensor, expected LossOutput"),
+        ("loss", lambda o: replace(o, loss=o.loss.mean()), r"returned loss of shape \(\)"),
+    ],
+)
+def test_what_an_algorithm_returns_in_a_wrong_shape_is_an_error_that_names_it(wrong, change, told):
+    """A scalar loss would be counted once for each token, and be wrong in silence."""
+    bench = Bench()
+    algorithm = Misshapen(GRPO.Config())
+    algorithm.wrong, algorithm.change = wrong, change
+    bench.tasks["b"].algorithm = algorithm
+    with pytest.raises(PluginError, match=rf"task 'b': {wrong}\(\) of grpo {told}"):
+        bench.update(sampled("b"), {"b": 1.0})
+
+
+def test_the_task_whose_loss_is_not_finite_is_named():
+    bench = Bench()
+    algorithm = Misshapen(GRPO.Config())
+    algorithm.wrong, algorithm.change = "credit", lambda c: replace(c, advantages=c.advantages * math.nan)
+    bench.tasks["b"].algorithm = algorithm
+    scored = sampled("ab")
+    for _ in range(2):
+        bench.update(scored)
+    with pytest.raises(TrainingError, match="the loss is NaN or infinite of 'b'; lower"):
+        bench.update(scored)
 
 
 def test_a_zero_length_response_is_left_out_of_the_loss_only():
