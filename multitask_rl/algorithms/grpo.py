@@ -134,5 +134,5 @@ class GRPO(Algorithm):
             self._scales.setdefault(key.removesuffix("_scale"), RunningScale()).load_state_dict(saved)
 
     def forget(self, redefined: Collection[str]) -> None:
-        """Begin the running scales of ``redefined`` anew."""
+        """Restart the running scales of the signals ``redefined``: ``reward``, ``cost/<constraint>``."""
         self._scales |= {signal: RunningScale() for signal in redefined}

@@ -88,7 +88,7 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """Standard deviation, with the floor of ``RunningScale``; 0 where it is rounding noise."""
+        """Standard deviation, with the floor of ``RunningScale``; 0 if it is rounding noise of the mean."""
         std = self._spread.root
         return std if std > _NOISE * abs(self.mean) else 0.0
 

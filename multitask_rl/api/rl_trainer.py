@@ -102,7 +102,7 @@ class RLTrainer:
         """The model that is trained, with its tokenizer; loaded on first use.
 
         Raises:
-            ConfigError: there is no model of that name, or none can be trained.
+            ConfigError: there is no model of that name, or it cannot be trained.
         """
         if self._actor is None:
             run = self.config if isinstance(self.config, RunConfig) else self.config.run_config(num_prompts=1)

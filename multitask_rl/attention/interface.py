@@ -37,7 +37,7 @@ class Peers(Protocol):
         ...
 
     def sum_rows(self, parts: Tensor) -> Tensor:
-        """Return this process's row of the sum over the peers of ``parts`` [peers, ...]."""
+        """Return this process's row of the sum of all peers' ``parts`` [peers, ...] (reduce-scatter)."""
         ...
 
 

@@ -22,7 +22,7 @@ def parse_python(source: str, mode: Literal["eval"]) -> ast.Expression: ...
 
 
 def parse_python(source: str, mode: str = "exec") -> ast.AST:
-    """Return ``ast.parse(source, mode=mode)``; raise what it raises."""
+    """Do what ``ast.parse(source, mode=mode)`` does, safely in several threads."""
     for _ in range(_ATTEMPTS - 1):
         try:
             return ast.parse(source, mode=mode)

@@ -416,7 +416,7 @@ def compare(arms: Sequence[Arm], step: int | None = None) -> dict[str, Any]:
             pairs[index, task] = pair
             both = f"{base.name} and {other.name}"
             if pair.paired_seeds and not pair.crossed:
-                why = f"each seed of {both} has other held-out prompts, so that runs are paired, not prompts"
+                why = f"seeds of {both} differ in held-out prompts, so runs are paired by seed, not prompts"
             else:
                 why = f"{both} were evaluated on different held-out prompts, so values are not paired"
             if not pair.paired:

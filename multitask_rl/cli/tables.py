@@ -70,7 +70,8 @@ def number(value: float | None) -> str:
 def measured(row: Mapping[str, Any]) -> tuple[list[str], str]:
     """Return the numbers ``before``, ``after``, ``delta`` of a row of ``difference_rows``, and its interval.
 
-    All have as many decimals as give half of the interval two digits; four digits where there is none.
+    All have the same decimals: so many that half the width of the interval has two significant digits.
+    Without an interval each number has four digits.
     """
     low, high, numbers = row["low"], row["high"], [row[key] for key in ("before", "after", "delta")]
     half = math.nan if low is None or high is None else (high - low) / 2

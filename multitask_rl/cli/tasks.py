@@ -106,10 +106,10 @@ def _overrides(arguments: list[str]) -> dict[str, Any]:
 def _check(
     spec: TaskSpec, warnings: list[str], first: dict[str, Row], gaps: dict[str, dict[str, tuple[int, Row]]]
 ) -> str:
-    """Check plugin configuration and data of one task and return a note on it.
+    """Check plugin configuration and data of one task; return a note on it.
 
-    Warnings are added to ``warnings``. Under the task's name its first row is added to ``first``, and to
-    ``gaps``, by column, how many rows have null or "" where the first row has something, and one of them.
+    Adds its warnings to ``warnings``, its first row to ``first`` and its gaps to ``gaps``. A gap is a column
+    that the first row fills and other rows leave null or "": column -> (number of these rows, one of them).
     """
     where = spec.where
     algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
@@ -240,7 +240,7 @@ def _is_nothing(value: object) -> bool:
 
 
 def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, tuple[int, Row]]]) -> list[str]:
-    """Score the row of each gap; return a warning for each that a reward fails on."""
+    """Score one row of each gap (see ``_check``); return a warning for each reward that fails on it."""
     tried = [
         (name, column, number, row)
         for name, by_column in gaps.items()
@@ -254,7 +254,7 @@ def _try_gaps(specs: Mapping[str, TaskSpec], gaps: Mapping[str, Mapping[str, tup
         scored = pool.score([make_rollout("4", task=name, row=row) for name, _, _, row in tried])
     return [
         f"{specs[name].where}: {plugin!r} fails on row {row_id(row)!r}, which has nothing in {column!r} "
-        f"({result.kind.value}: {result.message}); {number} rows have nothing there: leave them out"
+        f"({result.kind.value}: {result.message}); rows with nothing there: {number}; fill or remove them"
         for (name, column, number, row), record in zip(tried, scored, strict=True)
         for plugin, result in record.breakdown.items()
         if isinstance(result, Failure)

@@ -257,7 +257,7 @@ def check_entry_point(where: Where, group: str, name: str) -> None:
 
 
 def _own_form(name: str) -> str:
-    """Return how to write the object of a file or module that ``name`` seems to mean."""
+    """Return a hint if ``name`` is a file, or a dotted path without ``:``; else ""."""
     if name.endswith(".py"):
         return f"; for an object of that file write {name}:FUNCTION"
     module, dot, last = name.rpartition(".")

@@ -267,7 +267,7 @@ class EvalConfig(Settings):
     every: Natural = 25
     """Steps between evaluations; 0 = only at the start and the end."""
     num_prompts: Natural = 256
-    """Held-out prompts per task: the same ones during a run; the seed chooses them."""
+    """Most held-out prompts per task, drawn once by ``seed``: the same ones during a run; 0 = none."""
     temperature: NotNegative = 1.0
     """Sampling temperature of evaluations; 0 = greedy."""
 

@@ -319,7 +319,7 @@ class PooledStream(PromptStream):
 
 
 def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
-    """Check that ``curriculum.by`` of a task can divide its training rows.
+    """Check that ``curriculum.by`` of a task can divide its training rows into pools.
 
     Raises:
         ConfigError: the rows are streamed.
@@ -328,7 +328,7 @@ def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
     if spec.curriculum.by and isinstance(rows, StreamedRows):
         raise ConfigError(
             f"{spec.where}.curriculum.by={spec.curriculum.by!r} sorts all rows "
-            "into pools, and streamed rows are not known beforehand; leave curriculum out, or streaming"
+            "into pools, and streamed rows are not known beforehand; leave out curriculum or streaming"
         )
     if spec.curriculum.by not in ("", PASS_RATE):
         pools_by_column(rows, spec.curriculum, spec.name)

@@ -189,7 +189,7 @@ def read_file(path: str | Path) -> Rows:
 def read_dataset_dict(name: str, keywords: Mapping[str, Any], where: str = "") -> dict[str, Rows]:
     """Return the rows of every split of a Hugging Face data set; a ``DataError`` if it cannot be loaded.
 
-    ``where`` is the place that names it, for errors.
+    ``where``: the key that names the data set, for errors.
     """
     import datasets  # heavy: 0.6 s, only for data sets of the hub
 

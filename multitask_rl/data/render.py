@@ -1,4 +1,4 @@
-"""Renders rows as the prompts that the model sees, special tokens exactly once; checks rows and splits."""
+"""Renders rows as the prompts that the model sees, with special tokens added once; checks rows and splits."""
 
 from __future__ import annotations
 
@@ -334,12 +334,12 @@ def check_split(
     needs: Collection[str] = (),
     parameters: Collection[str] = (),
 ) -> str:
-    """Check the rows that are trained on and those held out, each as ``check_rows``.
+    """Check training rows and held-out rows with ``check_rows``, and compare them.
 
     Returns:
-        A warning if the held-out rows say little about other prompts; else "". Prompts are compared as
-        written, whatever the ids of their rows; not with an environment, whose world may make the prompt, nor
-        those of a generator, which are slow to make.
+        A warning if the held-out rows say little about new prompts; else "". The texts of the prompts are
+        compared, not the ids of the rows. With an environment, which may write the prompt, or a generator,
+        which is slow, prompts are not compared.
     """
     trained_on = check_rows(spec, train, needs=needs, parameters=parameters)
     asked = check_rows(spec, held_out, needs=needs, parameters=parameters)
@@ -374,7 +374,10 @@ def check_split(
 def _shared_prompts(
     spec: TaskSpec, train: Rows, held_out: Rows, trained_on: set[int], asked: Sequence[int]
 ) -> str:
-    """Return a warning if prompts, given as hashes, are both trained on and held out; else ""."""
+    """Return a warning if all training prompts are equal, or some prompts are held out, too; else "".
+
+    ``trained_on`` and ``asked`` (of the held-out rows) are hashes of prompts.
+    """
     empty = hash("")
     if len(train) > 1 and trained_on != {empty} and len(trained_on) == 1:
         return (
@@ -387,8 +390,8 @@ def _shared_prompts(
         return ""
     return (
         f"{len(shared)} of {len(held_out)} held-out rows have a prompt that is trained on, too (such as row "
-        f"{row_id(held_out[shared[0]])!r}): the evaluation says less of other prompts; leave these rows "
-        "out of either"
+        f"{row_id(held_out[shared[0]])!r}): the evaluation says less of new prompts; remove these rows from "
+        "the training rows or from the held-out ones"
     )
 
 
@@ -399,15 +402,15 @@ def check_rows(
 
     Args:
         spec: the task; the columns of its prompt template must hold something.
-        rows: its rows; of a generator only four, because its rows all have the same columns.
+        rows: its rows; of a generator only four are checked: all have the same columns.
         needs: further columns that must hold something.
         parameters: columns that may be null.
 
     Returns:
-        The hash of each checked row's prompt: equal prompts have equal ones.
+        The hash of each checked row's prompt.
 
     Raises:
-        DataError: names the first row that lacks one, or whose columns make no prompt.
+        DataError: a row lacks a column, or its prompt is empty. The message names the first such row.
     """
     templates = parse_template(spec.prompt) + parse_template(spec.answer)
     filled = {column for _, column, _, _ in templates if column}.union(needs)

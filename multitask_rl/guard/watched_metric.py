@@ -295,7 +295,7 @@ class WatchedMetric:
         }
 
     def in_own_unit(self, value: float) -> float:
-        """Return ``value``, which is oriented, as the metric itself states it."""
+        """Return an oriented ``value`` (higher is better) in the metric's own unit and direction."""
         if self.measured[-1:] != (Direction.lower.value,):
             return value
         return float(bool(self.is_unit)) - value

@@ -609,7 +609,7 @@ def make_actor(
         got = type(model).__name__
         raise ConfigError(
             f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got {got}; "
-            "for adapters give the model below them and model.lora.rank"
+            "for adapters give the base model, without PEFT, and set model.lora.rank"
         )
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)

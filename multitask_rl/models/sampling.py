@@ -164,7 +164,7 @@ def invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
 def nearest_possible(tokens: Tensor, probabilities: Tensor) -> Tensor:
     """Return per row the token nearest to ``tokens`` [B, 1] with a probability [B, V] above 0: [B, 1].
 
-    The parallel sums of a GPU may rise, by rounding, at a token with probability 0.
+    Needed on a GPU: by rounding, its parallel sums may rise at a token with probability 0.
     """
     places = torch.arange(probabilities.shape[-1], device=tokens.device)
     # of two equally near tokens the earlier, on every device

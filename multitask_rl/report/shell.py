@@ -19,10 +19,11 @@ _FILES = files("multitask_rl.report")
 
 
 def render_shell(title: str, script: str, data: Mapping[str, Any] | None) -> str:
-    """Return a page that shows ``data`` by the file ``script``; None: the page asks its server for the data.
+    """Return an HTML page in which the file ``script`` shows ``data``.
 
-    ``script`` follows ``parts.js`` and ends with ``start(show)``. The page's policy lets these scripts run
-    and no other: a text of a response that looks like one stays a text.
+    With ``data`` None the page asks its server for the data. ``script`` follows ``parts.js`` and ends with
+    ``start(show)``. The page's content security policy allows these scripts alone, so a script in the text of
+    a response does not run.
     """
     licence = _read("uplot/LICENSE").replace("*/", "")
     scripts = [_read("uplot/uPlot.iife.min.js"), _read("parts.js"), _read(script)]

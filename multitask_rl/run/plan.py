@@ -247,7 +247,7 @@ def plan_run(
 def load_task_rows(
     specs: Mapping[str, TaskSpec], dataloader: TaskDataLoader | None
 ) -> dict[str, tuple[Sequence[Row], Sequence[Row]]]:
-    """Return the rows to train on and those held out, by task, checked; log what misleads (``check_split``).
+    """Return training rows and held-out rows by task, checked; log the warnings of ``check_split``.
 
     Of streamed rows the first are checked; later ones that lack a column are left out.
     """

@@ -185,7 +185,8 @@ class RunState:
         self.unmeasured = []
         former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
         gone = sorted(state.keys() - self._tasks.keys() - former)
-        hint = f"; if it is {' or '.join(gone)} with a new name, stop, and set renamed_from" if gone else ""
+        told = f"; if it is {' or '.join(gone)} under a new name, stop the run and set renamed_from"
+        hint = told if gone else ""
         for name, task in self._tasks.items():
             known = state.get(name) or state.get(task.spec.renamed_from)
             if known is None:

@@ -262,7 +262,7 @@ class RunStore:
             here = self._output_dir.resolve()
             original = Path(found.state.get("directory", here))
             if original != here and (original / "checkpoints").is_dir():
-                logger.warning("a copy of %s, which is there: in trackers it is a run of its own", original)
+                logger.warning("a copy of %s, which still exists: trackers get a new run for it", original)
                 run_id = None
             # the settings stay changed, though the steps after the checkpoint are undone
             cut_records(self._output_dir, found.state["records"], keep=_is_change)

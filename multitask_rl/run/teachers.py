@@ -26,11 +26,12 @@ def load_teachers(
     seed: int,
     recorded: Mapping[str, Any],
 ) -> dict[str, PreTrainedModel]:
-    """Return the teacher of every task of ``specs`` that names one, on the actor's device; equal ones once.
+    """Return the teacher of every task of ``specs`` that names one, on the actor's device.
 
-    A teacher that is a run is its newest checkpoint. ``teacher`` of the task is set to that checkpoint, so
-    that ``config.yaml`` records it. ``recorded`` are the tasks of ``config.yaml``: a resumed run takes the
-    checkpoint named there while it exists, though the teacher's run has gone on.
+    Tasks with the same teacher share one model. If ``teacher`` of a task is a run, its newest checkpoint is
+    loaded and ``teacher`` is set to that checkpoint, so that ``config.yaml`` records it. ``recorded``: the
+    tasks of ``config.yaml``. A resumed run takes the checkpoint recorded there while it exists, even if the
+    teacher's run has newer ones.
 
     Raises:
         ConfigError: a teacher cannot be loaded, or has another vocabulary than the actor.

@@ -60,11 +60,10 @@ class TaskCounts:
 
 
 class ErrorBudget:
-    """The last ``WINDOW`` samples of a task: a failure rate above ``limit`` stops the run.
+    """Stops the run if the failure rate over the last ``WINDOW`` samples of a task exceeds ``limit``.
 
-    The first failures and half of the limit are warned of.
-
-    ``what``, for messages: samples are ``scored`` by rewards or ``judged`` by constraints.
+    Warns of the first failures, and when the rate exceeds half of ``limit``. ``what``, for messages:
+    ``scored`` (by rewards) or ``judged`` (by constraints).
     """
 
     def __init__(self, task: str, limit: float, what: str = "scored") -> None:

@@ -21,14 +21,21 @@ _LONGEST, _GROWS_S = 4.0, 300.0
 
 
 class BackgroundWriter(threading.Thread):
-    """Runs queued calls in order and joins neighbouring points into batches for ``log``.
+    """Runs queued calls in order; joins neighbouring points into batches.
 
-    ``target`` names the server in messages. Points wait up to ``gather_s`` seconds for others: one write of
-    many costs less than many writes. The time grows to four times as much in a quarter of an hour. At most
-    ``max_queued`` calls and lists of points wait. After ``max_failures`` in a row one write is tried every
-    ``rest_s`` seconds, the others are lost; None = all are tried. ``is_local``: a write ends in milliseconds;
-    the collector of garbage, which would take longer than the write, waits for its end. ``opens`` is called
-    before a write until it succeeds, first after ``rest_s`` seconds; writes before that are lost.
+    Args:
+        target: name of the server, for messages.
+        log: writes a batch of points.
+        max_per_batch: most points of a batch.
+        gather_s: most seconds that points wait for others: one large write costs less than many small ones.
+            It grows to four times as much in a quarter of an hour.
+        max_queued: most calls and lists of points that wait.
+        max_failures: after so many failures in a row, one write is tried every ``rest_s`` seconds and the
+            others are lost; None = all are tried.
+        rest_s: seconds between these tries.
+        is_local: writes take milliseconds; garbage collection, which takes longer, waits for their end.
+        opens: connects to the server. It is called before each write until it succeeds, first after
+            ``rest_s`` seconds or ``try_again``. Writes before its success are lost.
     """
 
     def __init__(

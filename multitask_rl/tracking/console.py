@@ -221,7 +221,7 @@ class ConsoleTracker(Tracker):
         run = shlex.quote(str(self._output_dir))
         page = shlex.quote(str(self._output_dir / "report.html"))
         follows = f"multitask-rl report {run} --html {page} --open"
-        # after a stop by the guard, the same command would stop again; its error names the last good weights
+        # after a stop by the guard the same command would stop again; the guard's error names good weights
         if status != "finished" and not self._has_guard_stopped:
             has_any = any((self._output_dir / "checkpoints").glob("step_*"))
             where = (

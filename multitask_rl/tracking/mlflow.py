@@ -1,8 +1,8 @@
 """Tracker that writes to MLflow (extra ``mlflow``): a server, or SQLite beside the directories of runs.
 
-A background thread makes all writes after ``start``. A failing server costs numbers, never the run; if it is
-away at the start, the run begins without it. At the end, or in the resumed run, MLflow gets what it missed
-and the run's own records hold.
+A background thread makes all writes after ``start``. A failing server costs numbers, never the run. If it
+cannot be reached at the start, the run begins without it. At its end, or when it is resumed, the run sends
+from its own records what MLflow missed.
 
 - Points: each costs MLflow 0.1 to 0.2 ms of a processor. So it gets every point of the first steps, later
   one of several (``_RESOLUTION``): its database grows with the logarithm of the steps. It cannot delete
@@ -316,7 +316,10 @@ class MLflowTracker(Tracker):
         try:
             self._open(parameters)
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-            text = "%s cannot be opened; the run goes on, asks each minute, and sends what it missed: %r"
+            text = (
+                "%s cannot be opened; the run goes on, tries again each minute, and at its end sends what "
+                "MLflow missed: %r"
+            )
             _LOG.warning(text, target, error)
             opens = partial(self._open, parameters)
         self._worker = BackgroundWriter(

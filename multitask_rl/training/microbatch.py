@@ -84,7 +84,7 @@ def build_microbatches(
             mask for padding on the right) or ``packed``.
         pad_token_id: any valid id.
         device_type: where they will be computed; devices other than CPUs get fewer, larger blocks.
-        one_pass: every micro-batch takes one pass through the model.
+        one_pass: layout ``shared``: each part (``cut_prompts``) is a micro-batch, which takes one pass.
     """
     if layout == "shared":
         _check(prompts)

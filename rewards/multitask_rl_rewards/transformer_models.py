@@ -216,9 +216,9 @@ def load_model(auto_class: str, config: ModelSettings, plugin: str) -> LoadedMod
         plugin: name for errors.
 
     Raises:
-        ConfigError: a model that is none of ``auto_class``, lacks weights, or cannot have the dtype; see
+        ConfigError: the model is not of ``auto_class``, lacks weights, or cannot have the dtype; see
             ``check_device``.
-        UnavailableError: unreadable model.
+        UnavailableError: the model cannot be read.
     """
     target, dtype = check_device(config, plugin), config.dtype
     if dtype == "auto" and target.type == "cpu":

@@ -201,7 +201,7 @@ def test_tasks_may_be_added_dropped_and_renamed_between_runs(tmp_path, caplog):
         second._open()
     (told,) = [r.getMessage() for r in caplog.records if "is new since" in r.getMessage()]
     assert told.startswith("task 'fresh' is new")
-    assert "if it is clean with a new name, stop, and set renamed_from" in told
+    assert "if it is clean under a new name, stop the run and set renamed_from" in told
     assert second.step == 1
     assert second.tasks["echo"].stream.draw == first.tasks["copy"].stream.draw > 0
     assert second.tasks["fresh"].stream.draw == 0

@@ -112,7 +112,7 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check that numbers are numbers, whole numbers are whole, and the ranges."""
+        """Check the type of every number (int or float) and its range."""
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             value, where = getattr(self, name), f"{type(self).__qualname__}.{name}"
             kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint

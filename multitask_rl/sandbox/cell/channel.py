@@ -29,7 +29,7 @@ class CellChannel:
         self._ahead = b""
 
     def send(self, *payloads: bytes) -> None:
-        """Send ``messages`` in order; blocks until they are written."""
+        """Send ``payloads`` in order, each as a message; blocks until they are written."""
         data = memoryview(b"".join([part for p in payloads for part in (_LENGTH.pack(len(p)), p)]))
         try:
             while data:
@@ -62,7 +62,10 @@ class CellChannel:
 
 
 def load_ending(report: Any) -> tuple[str, str] | None:
-    """Return ending and message in a program's report on its loading; None if it is another message."""
+    """Return how a program's loading ended, and its error's message; None if ``report`` says nothing of it.
+
+    Endings: ``passed``, ``compile_error``, ``memory_limit``, ``runtime_error``.
+    """
     match report:
         case ["ready"]:
             return "passed", ""

@@ -121,7 +121,7 @@ class DeepSpeedBackend(TorchBackend):
 
 
 class ZeroPasses(ShardedPasses):
-    """Passes through models that DeepSpeed's ``engines`` hold, by id of the model, in ``stage``."""
+    """Passes through models in DeepSpeed's ``engines`` (``id(model)`` -> engine), in ZeRO's ``stage``."""
 
     settings = _WHERE
 

@@ -213,7 +213,7 @@ def test_rows_that_lack_what_a_reward_reads_are_warned_of(
     for nothing in (None, ""):
         (warning,) = [line for line in told(nothing).splitlines() if "tasks.math: 'math_answer'" in line]
         assert "fails on row '4', which has nothing in 'reference' (data: " in warning
-        assert "; 6 rows have nothing there: leave them out" in warning
+        assert "; rows with nothing there: 6; fill or remove them" in warning
 
 
 def test_a_prompt_that_is_trained_on_and_held_out_is_warned_of(

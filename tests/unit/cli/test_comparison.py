@@ -529,7 +529,7 @@ def test_seeds_that_choose_other_prompts_are_paired_and_said_to_be(
     result = json.loads(capsys.readouterr().out)["result"]
     assert result["comparisons"][0]["tasks"]["math"]["paired_seeds"]
     (note,) = result["notes"]
-    assert "has other held-out prompts, so that runs are paired, not prompts: math" in note
+    assert "differ in held-out prompts, so runs are paired by seed, not prompts: math" in note
 
 
 def test_an_arm_without_a_task_of_the_base_does_not_hinder_others(
