@@ -348,7 +348,11 @@ class DynamicTaskWeightScheduler:
             "calibrated_at": self._calibrated_at,
             "reported": dict(self._reported),
             "reported_at": self._reported_at,
-            "said": [event.reason for event in self._bound_events if event not in self._pending],
+            "said": [
+                event.reason
+                for event in self._bound_events
+                if not any(own.reason.startswith(event.reason) for own in self._pending)
+            ],
             "has_warned_missing": self._has_warned_missing,
         }
 
@@ -376,11 +380,12 @@ class DynamicTaskWeightScheduler:
         self._factors, self._shares = rename_tasks(state["factors"], renamed, self.tasks), None
         self._calibrated_at = state["calibrated_at"]
         self._reported = shares = self.weights()
-        # weights or tasks have changed
+        # weights or tasks have changed, or no step was made yet
         if first := next((event for event in self._pending if event.kind == "weights"), None):
-            reason = f"{first.reason}; with the evidence so far {_listed(shares)}"
-            told = replace(first, reason=reason, data={**first.data, "to": shares})
-            self._pending[self._pending.index(first)] = told
+            if shares != first.data["to"]:
+                reason = f"{first.reason}; with the evidence so far {_listed(shares)}"
+                told = replace(first, reason=reason, data={**first.data, "to": shares})
+                self._pending[self._pending.index(first)] = told
         else:
             self._reported |= rename_tasks(state["reported"], renamed, self.tasks)
         self._reported_at = state["reported_at"]

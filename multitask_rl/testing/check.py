@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import ConfigError, MultitaskRLError, PluginError, path_errors
 from multitask_rl.plugins import ENVIRONMENTS, declared_elsewhere, list_plugins, locate
@@ -100,14 +101,16 @@ def check_plugin(
         return True
 
     if kind is None and ":" not in name_or_ref:
+        if name_or_ref.endswith(".py"):
+            raise PluginError(f"{name_or_ref!r} is a file; name an object in it: '{name_or_ref}:NAME'")
         groups = {info.group for info in list_plugins() if info.name == name_or_ref}
         kind = next((kind for kind, one in KINDS.items() if one.group in groups), None)
         if kind is None:
+            near = suggest(name_or_ref, (info.name for info in list_plugins()))
             raise PluginError(
-                f"no plugin {name_or_ref!r} is installed{declared_elsewhere(name_or_ref)}; `multitask-rl "
-                "plugins list` shows those that are. An entry point just added to a pyproject.toml is seen "
-                "only after its distribution is installed again (pip install -e .). A file is named "
-                "FILE.py:NAME."
+                f"no plugin {name_or_ref!r} is installed{declared_elsewhere(name_or_ref)}{near}; "
+                "`multitask-rl plugins list` shows those that are. An entry point just added to a "
+                "pyproject.toml is seen only after its distribution is installed again (pip install -e .)."
             )
     elif kind is None:
         kind = next((kind for kind in ("reward", "constraint", "environment") if fits(kind)), "")

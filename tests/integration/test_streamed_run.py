@@ -55,7 +55,7 @@ def test_what_needs_all_rows_is_refused(tmp_path):
     write_run(tmp_path, TASKS.format(folder=tmp_path))
     config = run_config(tmp_path, "out", 1)
     pools = replace(config, tasks={"letters": {"curriculum": {"by": "pass_rate"}}})
-    with pytest.raises(ConfigError, match="streamed rows are not known beforehand; leave curriculum out"):
+    with pytest.raises(ConfigError, match="streamed rows are not known beforehand; leave out curriculum"):
         Trainer.from_config(pools)
     prompts = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{i}>"} for i in range(9)))
     with pytest.raises(ConfigError, match=r"length of an epoch, is not known; give max_steps"):

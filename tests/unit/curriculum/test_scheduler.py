@@ -138,6 +138,9 @@ def test_a_resume_with_another_task_tells_the_shares_that_it_goes_on_with() -> N
     new = _bound("abd", prior_prompts=1)
     new.load_state_dict(old.state_dict())
     shares = new.weights()
+    again = _bound("abd", prior_prompts=1)
+    again.load_state_dict(new.state_dict())  # saved before it was told
+    assert again.update({}, 21)[0].data["to"] == shares
     first, *_ = _drive(new, 1, start=20)
     assert shares != pytest.approx(dict.fromkeys("abd", 1 / 3), abs=0.01)
     assert first.data["to"] == shares
