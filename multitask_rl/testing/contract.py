@@ -114,7 +114,10 @@ def check_reward(
             # a reward of form or length does not read the column
             other = {**row, column: f"not {row[column]}"} if column else row
             compares = not column or full is not None or math.isfinite(high)
-            if not compares and [result] == grader.grade(_rollouts([answer], other)):
+            if all(isinstance(own, NotApplicable) for own in (result, *results)):
+                detail = f"{_show(result)}; if it judges other rows, give one: --row"
+                findings.append(Finding("a response gets a score", False, detail))
+            elif not compares and [result] == grader.grade(_rollouts([answer], other)):
                 detail = f"it does not judge by {column!r}: no answer is the right one"
                 findings.append(Finding(at_least, True, detail))
             elif not isinstance(result, Score):

@@ -58,6 +58,7 @@ def write(folder: Path, body: str) -> str:
             "the same from another thread",
         ),
         ("def f(responses, reference): return [1.0]", "returned 1 results for 8 responses"),
+        ("def f(response): return None", "a response gets a score: not applicable"),
         ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns"),
     ],
 )
