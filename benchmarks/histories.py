@@ -317,9 +317,8 @@ def run_history(
                 raise RuntimeError(f"part {index} failed")
             came["kills" if status < 0 else "interrupts"] += 1
             del waiting[0]
-            if begins != "fork" or any(
-                (directories[-1] / "checkpoints").glob("step_*")
-            ):  # as `multitask-rl train output_dir=RUN` does
+            # a fork without a checkpoint begins again; else as `multitask-rl train output_dir=RUN` does
+            if begins != "fork" or any((directories[-1] / "checkpoints").glob("step_*")):
                 config = replace(config, checkpoint=settings["checkpoint"])
     found: dict[str, Any] = {"weights": (place / "hash").read_text()}
     for number, directory in enumerate(directories):

@@ -168,9 +168,9 @@ def locate(reference: str, group: str, where: str = "") -> Located:
 
 
 def declared_elsewhere(name: str) -> str:
-    """Return which distribution declares ``name`` in which group, for the message that one group lacks it.
+    """Return a hint for an error: the distributions and groups that declare ``name``; "" if there are none.
 
-    A group that is none of ours (``multitask_rl.reward``) is told as such. "" if nobody declares it.
+    For a misspelt group (``multitask_rl.reward``) the hint names the right one.
     """
     told = ""
     for info in sorted(_entry_points(tuple(sys.path))):
