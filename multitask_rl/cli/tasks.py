@@ -130,11 +130,12 @@ def _check(
         parameters |= set(source.check(config))
         needs |= set(source.traits.needs)
         is_trained = kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only
-        if is_trained and not math.isfinite(source.traits.high - source.traits.low):
+        has_range = kind == "reward" and spec.rewards[index].range is not None
+        if is_trained and not has_range and not math.isfinite(source.traits.high - source.traits.low):
             warnings.append(
                 f"{place}: {plugin} declares no range, so the scheduler estimates the scale of the task's "
-                "levels from the rewards that responses earn; declare low and high (with_traits or "
-                "PluginTraits)"
+                "levels from the rewards that responses earn; if you know the range, give the reward "
+                "'range: [LOW, HIGH]', or declare low and high in the plugin (with_traits or PluginTraits)"
             )
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from multitask_rl.config.schema.ranges import (
     Count,
+    Finite,
     Fraction,
     Natural,
     NotNegative,
@@ -44,6 +45,9 @@ class RewardSpec(Settings):
     Default: the worst end of the declared range. Without a range: 0, or a failure if lower is better."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``."""
+    range: list[Finite] | None = None
+    """Smallest and largest value, for a plugin that declares no range: an environment, or a function of
+    another library. A value outside is a ``grader`` failure. It must lie within what the plugin declares."""
     device: str = ""
     """Device of a plugin with a model; empty = from the device map, else its default."""
 
@@ -51,6 +55,10 @@ class RewardSpec(Settings):
         """Check ranges; fill in the name."""
         Settings.__post_init__(self)
         self.name = self.name or short_name(self.plugin)
+        if self.range is not None and (len(self.range) != 2 or self.range[0] >= self.range[1]):
+            raise ConfigError(
+                f"range must be two numbers, the smallest value and a larger one, got {list(self.range)!r}"
+            )
 
 
 @dataclass(kw_only=True, slots=True)

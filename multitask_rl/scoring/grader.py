@@ -45,6 +45,8 @@ class PluginPlan:
     """Digest of plugin, version and configuration: equal plans share a lane and cached results."""
     isolate: bool
     """It runs in worker processes."""
+    range: Sequence[float] | None = None
+    """Smallest and largest value of a reward, as the tasks file gives them; None = as the plugin declares."""
     seed: int = 0
     """Seed of the random numbers that the plugin draws in worker processes."""
     memory_mb: int = 0
@@ -53,7 +55,7 @@ class PluginPlan:
     def build(self) -> Grader:
         """Return the plugin behind its checks, warmed up; ``MultitaskRLError`` where that fails."""
         plugin = find_plugin(self.kind, self.reference, self.where).build(self.config)
-        grader = Grader(self.kind, plugin, self.source)
+        grader = Grader(self.kind, plugin, self.source, self.range)
         try:
             grader.warm_up()
         except Exception as error:
@@ -68,10 +70,16 @@ class PluginPlan:
 
 
 class Grader:
-    """Calls the reward or constraint ``plugin``; ``source`` is its name in failures."""
+    """Calls the reward or constraint ``plugin``; ``source`` is its name in failures.
 
-    def __init__(self, kind: str, plugin: Any, source: str) -> None:
+    ``range``: smallest and largest value of a reward; None = as the plugin declares.
+    """
+
+    def __init__(self, kind: str, plugin: Any, source: str, range: Sequence[float] | None = None) -> None:
         self.traits: PluginTraits = getattr(plugin, "traits", UNDECLARED)
+        if range is not None:
+            low, high = max(range[0], self.traits.low), min(range[1], self.traits.high)
+            self.traits = replace(self.traits, low=low, high=high)
         one_by_one = bool(getattr(plugin, "one_by_one", False))
         independent = self.traits.independent or self.traits.deterministic or one_by_one
         self.source = source

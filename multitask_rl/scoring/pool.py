@@ -351,7 +351,15 @@ def plan_plugin(
     if source.takes("seed"):
         config.setdefault("seed", derive_seed(seed, "reward", spec.plugin))
     source.check(config)
-    identity = json.dumps([kind, reference, source.located.version, config], sort_keys=True, default=repr)
+    own_range = spec.range if isinstance(spec, RewardSpec) else None
+    if own_range is not None and not source.traits.low <= own_range[0] < own_range[1] <= source.traits.high:
+        raise ConfigError(
+            f"{where}.range: [{own_range[0]:g}, {own_range[1]:g}] is not within the range that "
+            f"{spec.plugin!r} declares, [{source.traits.low:g}, {source.traits.high:g}]; leave 'range' out"
+        )
+    identity = json.dumps(
+        [kind, reference, source.located.version, config, own_range], sort_keys=True, default=repr
+    )
     return PluginPlan(
         kind=kind,
         reference=reference,
@@ -360,6 +368,7 @@ def plan_plugin(
         where=where,
         key=hashlib.blake2b(identity.encode(), digest_size=16).digest(),
         isolate=source.isolates(config),
+        range=own_range,
         seed=derive_seed(seed, kind, spec.plugin, "global generators"),
     )
 

@@ -94,7 +94,7 @@ class NumberGameTask:
             "whether mine is higher or lower. You have {guesses} guesses.",
             "environment": "number_game",
             "max_turns": self.config.level,
-            "rewards": [plugin_entry("environment")],
+            "rewards": [plugin_entry("environment") | {"range": [0, 1]}],
             "primary_metric": "environment",
         }
 

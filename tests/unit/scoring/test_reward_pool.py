@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import random
 import signal
@@ -699,3 +700,29 @@ def gone(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+def test_the_tasks_file_gives_the_range_of_a_plugin_that_declares_none(plugin_file: Path) -> None:
+    plugin = f"{plugin_file}:length"
+    rewards = [
+        RewardSpec(plugin=plugin, name="wide"),
+        RewardSpec(plugin=plugin, name="narrow", range=[0.0, 1.0]),
+    ]
+    spec = TaskSpec(name="t", rewards=rewards)
+    with RewardPool({"t": spec}, ScoringConfig(max_failure_rate=1.0), seed=0, devices={}) as pool:
+        short, long = pool.score([make_rollout(text, task="t") for text in ("x" * 5, "x" * 11)])
+        assert short.reward == 1.0
+        assert long.breakdown["wide"] == Score(value=1.1)
+        failure = long.breakdown["narrow"]
+        assert isinstance(failure, Failure)
+        assert failure.kind is FailureKind.grader
+        assert "[0, 1]" in failure.message
+        traits = pool.reward_traits()["t"]
+        assert (traits["narrow"].low, traits["narrow"].high) == (0.0, 1.0)
+        assert traits["wide"].high == math.inf
+
+
+def test_a_range_beyond_what_the_plugin_declares_is_refused() -> None:
+    spec = RewardSpec(plugin="exact_match", range=[0.0, 2.0])
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.range: \[0, 2\] is not within .* \[0, 1\]"):
+        plan_plugin(TaskSpec(name="t", rewards=[spec]), spec, 0, seed=0, devices={})
