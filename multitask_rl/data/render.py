@@ -17,6 +17,9 @@ from multitask_rl.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
+
 
 def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """Return the prompt's text and token ids.
@@ -25,7 +28,8 @@ def render_prompt(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
       user's message, and all special tokens come from the chat template.
     - Without one, the tokenizer adds its special tokens in front.
     - If the prompt template is one column that holds a list of chat messages, these are used as they are;
-      ``spec.system`` replaces their system message.
+      ``spec.system`` replaces their system message. If the last one is of the role ``assistant``, the actor
+      continues it.
 
     The row holds text: a special token written out in it (``<|im_end|>``) is encoded as ordinary characters,
     so that a row cannot open a turn of the chat. A true column ``special_tokens`` lets it be a special token.
@@ -97,8 +101,9 @@ class Conversation:
             self._said[-1] = {**self._said[-1], "content": f"{self._said[-1]['content']}{suffix}"}
         elif suffix:
             self._hidden = _Hidden([suffix], tokenizer, taken=self._hidden)
-            own = self._own[-1]
-            self._own[-1] = {**own, "content": f"{own['content']}{self._hidden.row[0]}"}
+            place = -2 if _end_with_answer(self._own[1:]) else -1
+            own = self._own[place]
+            self._own[place] = {**own, "content": f"{own['content']}{self._hidden.row[0]}"}
         self.text, self.prompt_ids = self._render()
         """``text`` is the whole conversation so far, ``prompt_ids`` [P] the prompt alone."""
         if not self.prompt_ids:
@@ -119,8 +124,10 @@ class Conversation:
         Raises:
             DataError: the chat template refuses the conversation.
         """
-        before = [*self._said, {"role": "assistant", "content": response}]
         hidden = _Hidden({"messages": messages}, self._tokenizer)
+        # the answer continues the row's last message
+        begun = "" if self._said or not _end_with_answer(self._own) else self._own.pop()["content"]
+        before = [*self._said, {"role": "assistant", "content": f"{begun}{response}"}]
         if not self._is_chat:
             between = "\n" + "".join(f"{m['content']}\n" for m in hidden.row["messages"])
             self._said = [*before, *messages]
@@ -154,9 +161,14 @@ class Conversation:
 
     def _template(self, said: Sequence[Mapping[str, Any]]) -> str:
         messages = [*self._system, *self._own, *said]
+        is_begun = not said and _end_with_answer(self._own)
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._options
+                messages,
+                tokenize=False,
+                add_generation_prompt=not is_begun,
+                continue_final_message=is_begun,
+                **self._options,
             )
         except Exception as error:  # templates refuse by any exception: roles that do not alternate, ...
             roles = ", ".join(str(message.get("role")) for message in messages)
@@ -322,6 +334,40 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     return value if is_chat else []  # type: ignore[return-value]
 
 
+def _end_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(messages) and messages[-1].get("role") == "assistant"
+
+
+def _check_roles(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ``DataError`` if a message has no role, or one that is a known role written otherwise."""
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if role in _ROLES:
+            continue
+        word = str(role).lower()
+        hint = suggest(_OTHER_ROLES.get(word, word), _ROLES)
+        if hint or not isinstance(role, str) or not role:  # else a role of the template's own
+            raise DataError(
+                f"{spec.where}: message {index + 1} of row {row_id(row)!r} has the role {role!r}{hint} "
+                f"(known: {', '.join(_ROLES)})"
+            )
+
+
+def _given_answers(spec: TaskSpec, rows: Rows) -> str:
+    """Return a warning if the chats of ``rows`` end with answers that differ; else ""."""
+    if spec.environment or isinstance(rows, GeneratedRows) or not _end_with_answer(_messages(spec, rows[0])):
+        return ""
+    chats = (_messages(spec, row) for row in rows)
+    ends = [str(chat[-1]["content"]) for chat in chats if _end_with_answer(chat)]
+    if len(set(ends)) == 1:
+        return ""
+    return (
+        f"the messages of {len(ends)} of {len(rows)} rows end with an answer of the assistant, which the "
+        f"actor continues (row {row_id(rows[0])!r}: {_cut(repr(ends[0]))}). If these are the right answers, "
+        "the prompt shows them: take them out of the messages"
+    )
+
+
 def _cut(text: str) -> str:
     return f"{text[:120]}{'...' * (len(text) > 120)}"
 
@@ -337,9 +383,9 @@ def check_split(
     """Check training rows and held-out rows with ``check_rows``, and compare them.
 
     Returns:
-        A warning if the held-out rows say little about new prompts; else "". The texts of the prompts are
-        compared, not the ids of the rows. With an environment, which may write the prompt, or a generator,
-        which is slow, prompts are not compared.
+        A warning if the prompts may hold the answers, or the held-out rows say little about new prompts; else
+        "". The texts of the prompts are compared, not the ids of the rows. With an environment, which may
+        write the prompt, or a generator, which is slow, prompts are not compared.
     """
     trained_on = check_rows(spec, train, needs=needs, parameters=parameters)
     asked = check_rows(spec, held_out, needs=needs, parameters=parameters)
@@ -356,6 +402,8 @@ def check_split(
         )
     if not len(train):
         return ""
+    if told := _given_answers(spec, train):
+        return told
     if len(train) != len(held_out) or fingerprint(train) != fingerprint(held_out):
         if spec.environment or isinstance(train, GeneratedRows) or isinstance(held_out, GeneratedRows):
             return ""
@@ -440,6 +488,8 @@ def check_rows(
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
         prompt = render_content(spec, row)
+        if isinstance(prompt, list):
+            _check_roles(spec, row, prompt)
         if not prompt and spec.prompt and not spec.environment:
             raise DataError(
                 f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: "

@@ -99,14 +99,19 @@ class TrlReward(ForeignReward):
         """Return one value per rollout; None means that the function does not apply to the sample."""
         names = dict.fromkeys(name for r in rollouts for name in r.row if name != "prompt")
         arguments: dict[str, Any] = {name: [r.row.get(name) for r in rollouts] for name in names}
-        arguments["prompts"] = [r.row.get("prompt", r.prompt.text) for r in rollouts]
+        arguments["prompts"] = prompts = [r.row.get("prompt", r.prompt.text) for r in rollouts]
         arguments["completions"] = completions = []
-        for rollout in rollouts:
-            as_messages = self.config.conversational
+        for index, rollout in enumerate(rollouts):
+            prompt, as_messages = prompts[index], self.config.conversational
             if as_messages is None:
                 as_messages = isinstance(rollout.row.get("prompt"), list)
-            text = rollout.response
-            completions.append(rollout.messages if as_messages or rollout.turns else text)
+            said = rollout.messages if as_messages or rollout.turns else rollout.response
+            if isinstance(prompt, list) and isinstance(said, list) and prompt:
+                begun, first = prompt[-1], said[0]
+                if begun.get("role") == first["role"] == "assistant":  # as in TRL: one message, the answer
+                    prompts[index] = prompt[:-1]
+                    said[0] = {**first, "content": f"{begun['content']}{first['content']}"}
+            completions.append(said)
         arguments["completion_ids"] = [list(r.response_ids) for r in rollouts]
         arguments["trainer_state"] = SimpleNamespace(global_step=max(r.policy_version for r in rollouts))
         arguments["log_extra"] = arguments["log_metric"] = lambda *_args, **_keywords: None

@@ -19,7 +19,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
 from multitask_rl.data.readers import RowView, read_file, rows_in_blocks, rows_of_table
-from multitask_rl.data.render import check_rows
+from multitask_rl.data.render import Conversation, check_rows, check_split
 from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
@@ -515,6 +515,59 @@ def test_special_tokens_in_a_row_are_text_unless_the_row_says_otherwise(
     assert meant.count(end) == (2 if chat else 1)
     plain, same = render_prompt(spec(), {"prompt": "a b"}, tokenizer)
     assert same == list(tokenizer(plain, add_special_tokens=not chat)["input_ids"])[: len(same)]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_actor_continues_a_chat_that_ends_with_a_message_of_the_assistant(chat: bool) -> None:
+    tokenizer = build_tokenizer(CHATML if chat else None)
+    row = {"prompt": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Well: "}]}
+    opened = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\nWell:" if chat else "2+2?\n\nWell: "
+    conversation = Conversation(spec(), row, tokenizer)
+    assert conversation.text == opened
+    reply = [{"role": "user", "content": "sure?"}]
+    given, rewritten = conversation.reply(" 4", [], reply)
+    assert rewritten is None
+    between = "".join(tokenizer.convert_ids_to_tokens(given))
+    assert between == (
+        "<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n" if chat else "\nsure?\n"
+    )
+    assert conversation.text == f"{opened} 4{between}"
+    asked = Conversation(spec(), row, tokenizer, suffix=" Really.")
+    assert asked.text == opened.replace("2+2?", "2+2? Really."), "a world writes behind the user's message"
+    history = Conversation(spec(), row, tokenizer, messages=reply).text
+    assert history.endswith("sure?<|im_end|>\n<|im_start|>assistant\n" if chat else "Well: \n\nsure?")
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "usr", "content": "a"}, "message 1 of row 'r1' has the role 'usr'; did you mean 'user'"),
+        ({"role": "Human", "content": "a"}, "the role 'Human'; did you mean 'user'"),
+        ({"content": "a"}, "the role None .known: system, developer, user, assistant, tool"),
+    ],
+)
+def test_a_message_without_a_known_role_is_refused(message: dict[str, str], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        check_rows(spec(), [{"id": "r1", "prompt": [message]}])
+
+
+def test_a_role_of_the_templates_own_is_allowed() -> None:
+    check_rows(spec(), [{"prompt": [{"role": "critic", "content": "a"}]}])
+
+
+def test_answers_at_the_end_of_prompts_are_warned_of_unless_all_are_the_same() -> None:
+    def told(*ends: str) -> str:
+        chats = [
+            [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": end}]
+            for i, end in enumerate(ends)
+        ]
+        rows = [{"id": f"r{i}", "prompt": chat} for i, chat in enumerate(chats)]
+        held_out = [{"id": "h", "prompt": [{"role": "user", "content": "new?"}]}]
+        return check_split(spec(), rows, held_out)
+
+    assert told("<think>", "<think>") == ""
+    assert "2 of 2 rows end with an answer" in (warning := told("4", "5"))
+    assert "row 'r0': '4'" in warning
 
 
 def _many_rows(path: Path, word: str) -> str:

@@ -394,3 +394,14 @@ def test_a_metric_of_evaluate_scores_response_by_response(tmp_path: Path) -> Non
     assert results == [Score(value=v, components={"n": 1.0}) for v in (1.0, 0.0)]
     with pytest.raises(PluginError, match=r"the metric 'nowhere/metric\.py' cannot be loaded"):
         resolve_reward(RewardSpec(plugin="evaluate:nowhere/metric.py"), "here")
+
+
+def test_a_trl_reward_gets_the_begun_answer_as_one_message(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        "def f(prompts, completions):\n"
+        "    return [[len(p), c[0]['content']] == [1, 'Well: 4'] for p, c in zip(prompts, completions)]\n",
+    )
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "Well: "}]
+    assert values(f"trl:{file}:f", [make_rollout("4", row={"prompt": chat})]) == [1.0]
+    assert len(chat) == 2
