@@ -27,6 +27,13 @@ FUNCTION_PREFIXES = ("trl", "verl", "agent")
 GENERATOR_PREFIX = "reasoning_gym:"
 """Prefix of data sets that a program generates, with their own verifier."""
 
+_TEMPLATE_ARGUMENTS = {
+    *("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "return_dict"),
+    *("continue_final_message", "return_tensors", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+    *("padding", "truncation", "max_length"),
+}
+"""Arguments of ``apply_chat_template`` that are no variables of a template."""
+
 NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 """Pattern of a task's name."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -136,6 +143,15 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
         raise ConfigError(
             f"{where}: the task has neither rewards nor constraints that judge, so nothing could be learnt; "
             f"add 'rewards: [<name>]' (`multitask-rl plugins list` shows what is installed)"
+        )
+    if spec.tools_column and spec.environment:
+        raise ConfigError(
+            f"{where.at('tools_column')}: the chat template shows the tools of the environment; leave one out"
+        )
+    if taken := sorted(_TEMPLATE_ARGUMENTS & set(spec.chat_template_kwargs)):
+        raise ConfigError(
+            f"{where.at('chat_template_kwargs', taken[0])}: the run sets it itself; leave it out (a variable "
+            "of the template such as enable_thinking is meant)"
         )
     for key, template in (("prompt", spec.prompt), ("answer", spec.answer)):
         try:

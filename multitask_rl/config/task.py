@@ -197,6 +197,12 @@ class TaskSpec(Settings):
     """System message (chat only); replaces the system message of rows that are chat messages."""
     chat: bool | None = None
     """Whether to use the tokenizer's chat template; None = if it has one."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as ``{enable_thinking: false}``. A variable that the template does
+    not read is an error."""
+    tools_column: str = ""
+    """Column of the rows with the tools that the chat template shows: a list of JSON schemas, or its JSON
+    text; empty = no tools but those of the environment."""
     weight: NotNegative = 1.0
     """Initial weight; the share of a step's prompts is proportional to it. 0 = not trained, unless
     ``min_share`` is above 0."""

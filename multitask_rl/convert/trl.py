@@ -97,9 +97,7 @@ REASONS: Mapping[str, str] = {
     "max_prompt_length": (
         "TRL has no such option any more; rollout.max_prompt_tokens leaves longer prompts out"
     ),
-    "chat_template_kwargs|max_tool_calling_iterations": (
-        "the template's own defaults; tools: an environment"
-    ),
+    "max_tool_calling_iterations": "max_tool_calls and max_turns of a task with an environment",
     "router_aux_loss_coef|model_init_kwargs|disable_dropout|model_revision|load_in_.*|bnb_.*|use_.*": (
         "no counterpart for the model"
     ),
@@ -210,6 +208,8 @@ def _put_task(c: Conversion, script: Script) -> None:
     if c.get("use_vllm") and (regex := c.get("vllm_structured_outputs_regex")):
         own["constraints"] = [{"name": "regex", "mode": "grammar", "config": {"regex": regex}}]
         c.note("task.constraints", "vllm_structured_outputs_regex")
+    if c.get("chat_template_kwargs"):
+        c.carry("task.chat_template_kwargs", "chat_template_kwargs", dict)
     c.tasks[name] = own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -195,9 +196,10 @@ def _overrides(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         if "$" in text:
             computed[_present(name)] = text
         else:
+            # hydra needs no space behind the colon of {key:value}, YAML does
+            text = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if text.startswith("{") else text
             value, _ = parse_yaml(text, f"{file}: {name}")
-            if value is not None:
-                given[_present(name)] = value
+            given.update(_flat({name: value}))
     kwargs = "reward.custom_reward_function.reward_kwargs."
     nested = {k.removeprefix(kwargs): given.pop(k) for k in list(given) if k.startswith(kwargs)}
     if nested:
@@ -261,6 +263,9 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         c.leave("data.val_files", f"{len(held_out)} files for {len(files)} tasks; set eval_dataset of each")
     key = c.get("data.prompt_key")
     c.put("task.prompt", f"{{{key}}}", "data.prompt_key")
+    prefix = "data.apply_chat_template_kwargs."
+    for option in [name for name in c.given if name.startswith(prefix)]:
+        c.carry(f"task.chat_template_kwargs.{option.removeprefix(prefix)}", option)
 
 
 def _put_algorithm(c: Conversion) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -83,9 +84,10 @@ class Conversation:
             )
         self._task = spec.name
         self._tokenizer = tokenizer
-        self._options: dict[str, Any] = {"tools": [*tools]} if tools else {}
         self._is_chat = has_template and spec.chat is not False
         self._hidden = _Hidden(row, tokenizer, means_tokens=row.get("special_tokens") is True)
+        tools = tools or ([] if is_whole else _tools(spec, self._hidden.row))
+        self._options = {**spec.chat_template_kwargs, **({"tools": [*tools]} if tools else {})}
         content = [] if is_whole else render_content(spec, self._hidden.row)
         self._own = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         """Messages of the row."""
@@ -324,6 +326,44 @@ def render_template(template: str, row: Row, *, task: str) -> str:
     return "".join(parts)
 
 
+def check_template(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ``ConfigError`` if the chat template does not read a variable that the task gives it."""
+    is_chat = tokenizer.chat_template and spec.chat is not False
+    template = str(tokenizer.chat_template) if is_chat else ""
+    words = set(re.findall(r"\w+", template))
+    given = [(f"chat_template_kwargs.{name}", name) for name in spec.chat_template_kwargs]
+    if spec.tools_column:
+        given.append(("tools_column", "tools"))
+    for key, name in given:
+        if not is_chat:
+            reason = "chat is false" if spec.chat is False else "the tokenizer has no chat template"
+            raise ConfigError(f"{spec.where}.{key}: has no effect, because {reason}; leave it out")
+        if name not in words:
+            raise ConfigError(
+                f"{spec.where}.{key}: has no effect, because the model's chat template does not read "
+                f"{name!r}{suggest(name, words)}. Leave it out, or say in the prompt what it would say"
+            )
+
+
+def _tools(spec: TaskSpec, row: Row) -> list[Any]:
+    """Return the tools of ``row`` for the chat template."""
+    value = row.get(spec.tools_column) if spec.tools_column else None
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise DataError(
+                f"{spec.where}.tools_column: column {spec.tools_column!r} of row {row_id(row)!r} is no JSON: "
+                f"{error}"
+            ) from error
+    if value and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
+        raise DataError(
+            f"{spec.where}.tools_column: column {spec.tools_column!r} of row {row_id(row)!r} holds "
+            f"{_cut(repr(value))}; expected a list of tools, each a JSON schema (a mapping)"
+        )
+    return value or []
+
+
 def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     """Return the chat messages of the only column of the template, if it holds any."""
     pieces = parse_template(spec.prompt)
@@ -463,6 +503,8 @@ def check_rows(
     templates = parse_template(spec.prompt) + parse_template(spec.answer)
     filled = {column for _, column, _, _ in templates if column}.union(needs)
     present = set(parameters)
+    if spec.tools_column:
+        present.add(spec.tools_column)
     prompts = []
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
@@ -490,6 +532,7 @@ def check_rows(
         prompt = render_content(spec, row)
         if isinstance(prompt, list):
             _check_roles(spec, row, prompt)
+        _tools(spec, row)
         if not prompt and spec.prompt and not spec.environment:
             raise DataError(
                 f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: "

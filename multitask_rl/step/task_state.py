@@ -14,7 +14,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
-from multitask_rl.data.render import render_answer, render_content
+from multitask_rl.data.render import check_template, render_answer, render_content
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
@@ -282,6 +282,7 @@ def build_task_states(
             only_reported=isinstance(eval_rows, ReportedRows),
             max_prompt_tokens=limit,
         )
+        check_template(spec, actor.tokenizer)
         first = next(iter(train_rows or eval_rows), None)
         is_chat = first is not None and isinstance(render_content(spec, first), list)
         if is_chat and spec.chat is None and not actor.tokenizer.chat_template:

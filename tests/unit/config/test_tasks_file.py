@@ -149,6 +149,14 @@ OK = "rewards: [math_answer]"
             "tasks:\n  m:\n    rewards:\n      - math_anwser\n",
             ["tasks.yaml:4", "rewards[0]", "'math_answer'", "rm_hf"],
         ),
+        (
+            f"tasks:\n  m:\n    chat_template_kwargs:\n      tokenize: true\n    {OK}\n",
+            ["tasks.yaml:4", "chat_template_kwargs.tokenize", "enable_thinking"],
+        ),
+        (
+            "tasks:\n  m:\n    environment: number_game\n    tools_column: tools\n",
+            ["tasks.yaml:4", "tools_column", "tools of the environment"],
+        ),
         ("tasks:\n  m:\n    reward_model: nope\n", ["tasks.yaml:3", "'nope'", "installed"]),
         (
             "tasks:\n  m:\n    constraint_model: fact_cheker\n",

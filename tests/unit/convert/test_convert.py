@@ -647,6 +647,14 @@ def test_what_is_missing_is_asked_for(tmp_path: Path, what: str) -> None:
         convert_trl(tmp_path / "grpo.yaml")
 
 
+def test_variables_of_the_chat_template_are_taken_over(tmp_path: Path) -> None:
+    variables = {"enable_thinking": False}
+    assert trl(tmp_path, chat_template_kwargs=variables).task["chat_template_kwargs"] == variables
+    option, key = "data.apply_chat_template_kwargs", "chat_template_kwargs.enable_thinking"
+    assert verl(tmp_path, f"+{option}.enable_thinking=False").task[key] is False
+    assert verl(tmp_path, f"'+{option}={{enable_thinking:False}}'").task[key] is False
+
+
 def test_words_that_yaml_reads_as_false_are_the_words(tmp_path: Path) -> None:
     off = openrlhf(tmp_path, "--algo.advantage.is_correction_level off")
     assert off.task["algorithm_config.truncated_is"] == 0.0

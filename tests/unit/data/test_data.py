@@ -19,7 +19,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
 from multitask_rl.data.readers import RowView, read_file, rows_in_blocks, rows_of_table
-from multitask_rl.data.render import Conversation, check_rows, check_split
+from multitask_rl.data.render import Conversation, check_rows, check_split, check_template
 from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
@@ -568,6 +568,55 @@ def test_answers_at_the_end_of_prompts_are_warned_of_unless_all_are_the_same() -
     assert told("<think>", "<think>") == ""
     assert "2 of 2 rows end with an answer" in (warning := told("4", "5"))
     assert "row 'r0': '4'" in warning
+
+
+THINKING = (
+    "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ m['content'] }}\n{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
+
+
+def test_a_task_gives_the_chat_template_its_variables() -> None:
+    tokenizer = build_tokenizer(THINKING)
+    own = spec(chat_template_kwargs={"enable_thinking": False})
+    assert render_prompt(own, {"prompt": "hi"}, tokenizer)[0] == "hi\n<think></think>"
+    assert render_prompt(spec(), {"prompt": "hi"}, tokenizer)[0] == "hi\n"
+    check_template(own, tokenizer)
+
+
+@pytest.mark.parametrize("value", [[TOOL], json.dumps([TOOL]), None, "", "[]"])
+def test_the_tools_of_a_row_are_shown_by_the_chat_template(value: Any) -> None:
+    own, row = spec(tools_column="functions"), {"prompt": "hi", "functions": value}
+    check_rows(own, [row])
+    text, _ = render_prompt(own, row, build_tokenizer(THINKING))
+    assert text == (f"{json.dumps([TOOL])}\nhi\n" if value and value != "[]" else "hi\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [("{", "row 'r1' is no JSON"), ({"a": 1}, "expected a list of tools"), (["look"], "expected a list of")],
+)
+def test_what_is_no_list_of_tools_is_refused(value: Any, told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        check_rows(spec(tools_column="functions"), [{"id": "r1", "prompt": "hi", "functions": value}])
+    with pytest.raises(DataError, match="lacks functions"):
+        check_rows(spec(tools_column="functions"), [{"prompt": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("given", "template", "told"),
+    [
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, THINKING, "did you mean 'enable_thinking'"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, CHATML, "does not read 'enable_thinking'"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, None, "the tokenizer has no chat template"),
+        ({"tools_column": "functions", "chat": False}, THINKING, "tools_column: .* chat is false"),
+        ({"tools_column": "functions"}, CHATML, "does not read 'tools'"),
+    ],
+)
+def test_a_variable_without_effect_is_refused(given: dict[str, Any], template: str | None, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_template(spec(**given), build_tokenizer(template))
 
 
 def _many_rows(path: Path, word: str) -> str:
