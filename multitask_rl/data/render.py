@@ -80,7 +80,7 @@ class Conversation:
         if spec.chat and not has_template:
             raise ConfigError(
                 f"{spec.where}.chat is true, but the tokenizer has no chat "
-                f"template; set chat: false or use a model with one"
+                f"template; set chat: false, or give one (model.chat_template=FILE)"
             )
         self._task = spec.name
         self._tokenizer = tokenizer
@@ -336,8 +336,9 @@ def check_template(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         given.append(("tools_column", "tools"))
     for key, name in given:
         if not is_chat:
-            reason = "chat is false" if spec.chat is False else "the tokenizer has no chat template"
-            raise ConfigError(f"{spec.where}.{key}: has no effect, because {reason}; leave it out")
+            reason = "the tokenizer has no chat template; give one (model.chat_template=FILE), or"
+            reason = "chat is false;" if spec.chat is False else reason
+            raise ConfigError(f"{spec.where}.{key}: has no effect, because {reason} leave it out")
         if name not in words:
             raise ConfigError(
                 f"{spec.where}.{key}: has no effect, because the model's chat template does not read "

@@ -288,8 +288,8 @@ def build_task_states(
         if is_chat and spec.chat is None and not actor.tokenizer.chat_template:
             task.warnings.append(
                 "its prompts are chat messages, but the tokenizer has no chat template: their texts are "
-                "joined by empty lines, without roles. Use a model with a template, or accept it with "
-                "chat: false"
+                "joined by empty lines, without roles. Give a template (model.chat_template=FILE), or accept "
+                "it with chat: false"
             )
         if spec.system and not (actor.tokenizer.chat_template and spec.chat is not False):
             reason = "chat is false" if spec.chat is False else "the tokenizer has no chat template"
