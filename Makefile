@@ -14,7 +14,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false PYTH
 
 help:
 	@echo "make demo   install what the demo needs and train a tiny model on several tasks (CPU, minutes)"
-	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, 60 to 90 minutes)"
+	@echo "make real   the same with a real chat model of 135M parameters (two CPU cores, 36 to 90 minutes)"
 	@echo "make gpu    on a machine with a GPU: its tests and figures, safest first (PYTHON=python that has torch with CUDA)"
 	@echo "make test   install everything and run lint, types and all tests; 'make lint types unit' are its parts"
 	@echo "make browser  the test of the pages in Chromium (needs it, and chromedriver)"
