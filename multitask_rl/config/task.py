@@ -256,8 +256,9 @@ class TaskSpec(Settings):
     """Type ``distill``: the model whose distribution the actor learns. A directory of transformers, a run
     (its newest checkpoint), a checkpoint, adapters or a hub id, with the actor's vocabulary."""
     answer: str = ""
-    """Template over the row's columns: the given response of types ``sft`` (default ``{answer}``) and
-    ``anchor``. An anchor with ``prompt: ""`` reads it as plain text."""
+    """Template over the row's columns: the given response of types ``sft`` and ``anchor``. Default of
+    ``sft``: ``{answer}``, or the last message of a chat that ends with one of the assistant. An anchor with
+    ``prompt: ""`` reads it as plain text."""
     eval_samples: Count = 1
     """k responses per held-out prompt. A prompt's value is their mean (avg@k); above 1, ``pass@j`` for powers
     j of two and j = k, and ``maj@k``, are reported."""

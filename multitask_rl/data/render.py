@@ -273,13 +273,17 @@ def render_answer(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
         DataError: a column is missing, null or no text; names the row.
     """
     hidden = _Hidden(row, tokenizer, means_tokens=row.get("special_tokens") is True)
-    text = render_template(spec.answer, hidden.row, task=spec.name)
+    text = _last_message(spec, hidden.row)
+    text = render_template(spec.answer, hidden.row, task=spec.name) if text is None else text
     return hidden.encode(text, tokenizer, begun=True)
 
 
 def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
     """Return the filled template, or the chat messages that take its place; raises as ``render_template``."""
-    return _messages(spec, row) or render_template(spec.prompt, row, task=spec.name)
+    messages = _messages(spec, row)
+    if _last_message(spec, row) is not None:
+        return messages[:-1]
+    return messages or render_template(spec.prompt, row, task=spec.name)
 
 
 def render_template(template: str, row: Row, *, task: str) -> str:
@@ -375,8 +379,23 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     return value if is_chat else []  # type: ignore[return-value]
 
 
+def _ends_with_answer(spec: TaskSpec, row: Row) -> bool:
+    """Whether the row's prompt ends with a message of the assistant."""
+    return _last_message(spec, row) is None and _end_with_answer(_messages(spec, row))
+
+
 def _end_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
     return bool(messages) and messages[-1].get("role") == "assistant"
+
+
+def _last_message(spec: TaskSpec, row: Row) -> str | None:
+    """Return the last message of the row's chat if it is the row's given response; else None.
+
+    It is if ``answer`` names the column of the chat, or the column ``answer``, which the row does not have.
+    """
+    is_meant = spec.answer == spec.prompt or (spec.answer == "{answer}" and "answer" not in row)
+    messages = _messages(spec, row) if spec.answer and is_meant else []
+    return str(messages[-1]["content"]) if _end_with_answer(messages) else None
 
 
 def _check_roles(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -396,10 +415,10 @@ def _check_roles(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, Any]]
 
 def _given_answers(spec: TaskSpec, rows: Rows) -> str:
     """Return a warning if the chats of ``rows`` end with answers that differ; else ""."""
-    if spec.environment or isinstance(rows, GeneratedRows) or not _end_with_answer(_messages(spec, rows[0])):
+    if spec.environment or isinstance(rows, GeneratedRows) or not _ends_with_answer(spec, rows[0]):
         return ""
-    chats = (_messages(spec, row) for row in rows)
-    ends = [str(chat[-1]["content"]) for chat in chats if _end_with_answer(chat)]
+    chats = (_messages(spec, row) for row in rows if _ends_with_answer(spec, row))
+    ends = [str(chat[-1]["content"]) for chat in chats]
     if len(set(ends)) == 1:
         return ""
     return (
@@ -501,14 +520,16 @@ def check_rows(
     Raises:
         DataError: a row lacks a column, or its prompt is empty. The message names the first such row.
     """
-    templates = parse_template(spec.prompt) + parse_template(spec.answer)
-    filled = {column for _, column, _, _ in templates if column}.union(needs)
+    answered = {column for _, column, _, _ in parse_template(spec.answer) if column}.difference(needs)
+    prompted = {column for _, column, _, _ in parse_template(spec.prompt) if column}
+    filled, answered = prompted | answered | set(needs), answered - prompted
     present = set(parameters)
     if spec.tools_column:
         present.add(spec.tools_column)
     prompts = []
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
-        missing = {c for c in filled if row.get(c) is None} | (present - row.keys())
+        own = filled - answered if _last_message(spec, row) is not None else filled
+        missing = {c for c in own if row.get(c) is None} | (present - row.keys())
         if missing:
             label = _cut(repr(dict(row))) if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
@@ -533,6 +554,11 @@ def check_rows(
         prompt = render_content(spec, row)
         if isinstance(prompt, list):
             _check_roles(spec, row, prompt)
+            if spec.answer == spec.prompt and _last_message(spec, row) is None:
+                raise DataError(
+                    f"{spec.where}.answer: the chat of row {row_id(row)!r} ends with no message of the "
+                    "assistant; leave the row out, or name another column"
+                )
         _tools(spec, row)
         if not prompt and spec.prompt and not spec.environment:
             raise DataError(

@@ -19,7 +19,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import PromptStream, get_dataloader, load_rows, render_prompt, row_id
 from multitask_rl.data.readers import RowView, read_file, rows_in_blocks, rows_of_table
-from multitask_rl.data.render import Conversation, check_rows, check_split, check_template
+from multitask_rl.data.render import Conversation, check_rows, check_split, check_template, render_answer
 from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import CheckpointError, ConfigError, DataError
 
@@ -568,6 +568,27 @@ def test_answers_at_the_end_of_prompts_are_warned_of_unless_all_are_the_same() -
     assert told("<think>", "<think>") == ""
     assert "2 of 2 rows end with an answer" in (warning := told("4", "5"))
     assert "row 'r0': '4'" in warning
+
+
+@pytest.mark.parametrize("answer", ["", "{prompt}"])
+def test_the_last_message_of_a_chat_is_the_answer_that_sft_trains_on(answer: str) -> None:
+    own, tokenizer = spec(type="sft", answer=answer), build_tokenizer(CHATML)
+
+    def row(question: str, reply: str) -> dict[str, Any]:
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": reply}]
+        return {"id": question, "prompt": chat}
+
+    rows = [row("2+2?", "4"), row("2+3?", "5")]
+    assert check_split(own, rows, [row("2+4?", "6")]) == ""
+    text, _ = render_prompt(own, rows[0], tokenizer)
+    assert text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.convert_ids_to_tokens(render_answer(own, rows[0], tokenizer)) == ["4"]
+    given = {**rows[0], "answer": "5"}
+    if not answer:
+        assert tokenizer.convert_ids_to_tokens(render_answer(own, given, tokenizer)) == ["5"]
+        assert render_prompt(own, given, tokenizer)[0].endswith("assistant\n4"), "continued"
+    with pytest.raises(DataError, match="lacks answer" if not answer else "ends with no message of"):
+        check_rows(own, [{"prompt": rows[0]["prompt"][:-1]}])
 
 
 THINKING = (
