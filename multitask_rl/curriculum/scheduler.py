@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
@@ -71,6 +72,7 @@ class DynamicTaskWeightScheduler:
         PluginError: no such policy, or one that cannot be loaded.
     """
 
+    _make_policy: Callable[[], SchedulerPolicy]
     _gate: UnlearnableGate
     _floors: dict[str, float]
     _factors: dict[str, float]
@@ -179,7 +181,10 @@ class DynamicTaskWeightScheduler:
             )
         # a task of weight 0 with a min_share still needs a prior above 0
         prior = {task: weights[task] or self._floors[task] for task in active}
-        self._bound = self.policy_class(self.policy_config, active, prior, targets or {}, reward_ranges)
+        self._make_policy = partial(
+            self.policy_class, self.policy_config, active, prior, targets or {}, reward_ranges
+        )
+        self._bound = self._make_policy()
         self._gate = UnlearnableGate(active)
         self._factors, self.carry, self._shares = {}, {}, None
         self._calibrated_at, self._reported_at = -1, -_STEPS_BETWEEN_REPORTS
@@ -370,7 +375,9 @@ class DynamicTaskWeightScheduler:
             "scheduler.metric_key": (state["metric_key"], self.policy_config.metric_key),
         }
         other = [(what, before, now) for what, (before, now) in pairs.items() if before != now]
-        if not other:
+        if other:  # a rollback past the change undoes what the policy has seen since
+            self._bound = self._make_policy()
+        else:
             self._policy.load_state_dict(state["policy_state"], renamed or {})
             self._has_warned_missing |= state.get("has_warned_missing", False)
         for what, before, now in other:

@@ -418,6 +418,19 @@ def test_levels_of_another_metric_are_not_gone_on_with() -> None:
     assert resumed.weights() == pytest.approx(fresh.weights(), abs=0.05)
 
 
+def test_a_rollback_past_a_change_of_policy_keeps_nothing_of_the_steps_that_it_undoes() -> None:
+    former = _bound("ab", policy="learnability")
+    _drive(former, 5)
+    saved = json.loads(json.dumps(former.state_dict()))
+    resumed, rolled_back = _bound("ab"), _bound("ab")
+    resumed.load_state_dict(saved)
+    rolled_back.load_state_dict(saved)
+    _drive(rolled_back, 30, start=5)
+    rolled_back.load_state_dict(saved)
+    assert rolled_back.state_dict()["policy_state"] == resumed.state_dict()["policy_state"]
+    assert rolled_back.weights() == resumed.weights()
+
+
 def test_a_frozen_task_gets_nothing_where_the_others_have_no_share_either() -> None:
     scheduler = _bound("ab", min_weight=0.0, prior_prompts=0)
     for step in range(300):
