@@ -29,6 +29,7 @@ from multitask_rl.step.metrics import aggregate
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import append_evaluations, repeat_evaluations
+from multitask_rl.tracking.reading import former_names
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 logger = logging.getLogger(__name__)
@@ -332,7 +333,8 @@ class Supervisor:
                 if stream is not None:
                     stream.skip_to(cursor)
         self.store.checkpoints.forget_after(target.step)
-        repeat_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", target.step)
+        former = former_names(self.store.read_config())
+        repeat_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", target.step, former)
         self.progress.evaluated_at = self.progress.saved_at = target.step
         self._known = self.store.checkpoints.entries[target.step]
         self.progress.num_confirmations = num_confirmations

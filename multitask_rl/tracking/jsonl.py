@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import math
-import operator
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -208,11 +207,11 @@ def append_evaluations(file: Path, evaluations: Mapping[str, TaskEvaluation]) ->
         record.append(dump_line(evaluation_row(evaluation)) for evaluation in evaluations.values())
 
 
-def repeat_evaluations(file: Path, step: int) -> None:
+def repeat_evaluations(file: Path, step: int, former: Mapping[str, str]) -> None:
     """After a rollback to ``step``, append each task's last evaluation up to ``step`` once more.
 
     A line replaces the earlier lines of its task at the same or a later step. So readers drop the evaluations
-    that the rollback undid.
+    that the rollback undid. ``former``: former name -> name of the renamed tasks, as readers know them.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -222,14 +221,13 @@ def repeat_evaluations(file: Path, step: int) -> None:
     kept: dict[str, list[tuple[int, str]]] = {}
     for line in lines:
         row = load_line(line)
-        own = kept.setdefault(row["task"], [])
+        own = kept.setdefault(former.get(row["task"], row["task"]), [])
         while own and own[-1][0] >= row["step"]:
             own.pop()
         own.append((row["step"], line.decode()))
-    newest = [[one for one in own if one[0] <= step][-1:] for own in kept.values()]
+    newest = [[line for at, line in own if at <= step][-1:] for own in kept.values()]
     with closing(RecordFile(file)) as record:
-        # in order of steps: a renamed task has lines under several names
-        record.append(line for _, line in sorted(itertools.chain(*newest), key=operator.itemgetter(0)))
+        record.append(itertools.chain(*newest))
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:

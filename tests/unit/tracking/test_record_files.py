@@ -76,7 +76,7 @@ def test_a_rollback_repeats_the_evaluations_that_still_count(tmp_path):
     line = {"metric": "reward", "direction": "higher", "prompts": "p"}
     for task, step, value in told:
         append_line(tmp_path / "evaluations.jsonl", {"task": task, "step": step, "values": [value], **line})
-    repeat_evaluations(tmp_path / "evaluations.jsonl", 15)
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 15, {})
     seen = {task: [(e.step, e.values) for e in own] for task, own in read_run(tmp_path).evaluations.items()}
     assert seen == {"a": [(5, [0.1]), (15, [0.4])], "b": [(5, [0.2])], "new": [(20, [0.7])]}
 
@@ -140,8 +140,28 @@ def test_a_rollback_of_a_task_that_has_its_first_name_again_repeats_its_newest_e
     lines = [dump_line({"step": step, "task": name, **keys}) for step, name in names.items()]
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
     (tmp_path / "config.yaml").write_text("tasks: {copy: {former_names: [copy, other]}}")
-    repeat_evaluations(tmp_path / "evaluations.jsonl", 4)
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 4, {"other": "copy"})
     assert [e.step for e in read_run(tmp_path).evaluations["copy"]] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("names", "target", "kept"),
+    [
+        (["a", "a", "b", "b", "b", "b"], 8, [0, 2, 4, 6, 8]),
+        (["a", "a", "b", "c", "c", "c"], 8, [0, 2, 4, 6, 8]),
+        (["a", "a", "b", "b", "b", "b"], 2, [0, 2]),
+        (["b", "a", "b", "b", "b", "b"], 8, [0, 2, 4, 6, 8]),
+    ],
+    ids=["renamed", "renamed twice", "to before the new name", "the first name again"],
+)
+def test_a_rollback_drops_no_evaluation_of_a_renamed_task_before_its_target(tmp_path, names, target, kept):
+    keys = {"metric": "m", "direction": "higher", "values": [0.0, 1.0]}
+    lines = [dump_line({"step": 2 * at, "task": name, **keys}) for at, name in enumerate(names)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(lines))
+    former = sorted(set(names) - {names[-1]})
+    (tmp_path / "config.yaml").write_text(json.dumps({"tasks": {names[-1]: {"former_names": former}}}))
+    repeat_evaluations(tmp_path / "evaluations.jsonl", target, dict.fromkeys(former, names[-1]))
+    assert [e.step for e in read_run(tmp_path).evaluations[names[-1]]] == kept
 
 
 @pytest.mark.parametrize("width", [1, 3_000, 700_000, 2_500_000], ids="{} bytes a line".format)
