@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class RunState:
 
         self.has_new_tasks = False
         """The checkpoint that was restored has other tasks, or other rewards in one of them."""
+        self.former_names: Mapping[str, Sequence[str]] = {}
+        """Former names of tasks that earlier resumes have renamed."""
         self.unmeasured: list[str] = []
         """Tasks that the restored checkpoint lacks, or whose primary metric it defines otherwise."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
@@ -134,16 +136,14 @@ class RunState:
     def restore(self, checkpoint: Checkpoint, *, without: Collection[str] = ()) -> None:
         """Restore ``checkpoint``, the actor's weights first.
 
-        A task that the checkpoint lacks starts fresh, or takes over the state of the task named by its
-        ``renamed_from``. The state of a removed task is dropped. The parts ``without`` stay as they are.
+        A task that the checkpoint lacks starts fresh, or takes over the state under its ``renamed_from`` or
+        an earlier name. The state of a removed task is dropped. The parts ``without`` stay as they are.
 
         Raises:
             CheckpointError: a part cannot be read.
         """
         try:
-            former = {t.spec.renamed_from: n for n, t in self._tasks.items() if t.spec.renamed_from}
-            # a checkpoint made since the renaming has the present name
-            renamed = {old: new for old, new in former.items() if new not in checkpoint.state["tasks"]}
+            renamed = self._renamed(checkpoint.state["tasks"])
             counters = checkpoint.state["counters"]
             for name, value in counters.items():
                 if type(value) is not int or value < (0 if name == "step" else -1):
@@ -165,6 +165,15 @@ class RunState:
                 "DIR, or begin anew with checkpoint.resume=never"
             ) from error
 
+    def _renamed(self, known: Collection[str]) -> dict[str, str]:
+        """Return former name -> name of the tasks that ``known`` has under a former name only."""
+        renamed = {}
+        for name, task in self._tasks.items():
+            names = [task.spec.renamed_from, *self.former_names.get(name, ())]
+            if name not in known and (old := next((own for own in names if own in known), "")):
+                renamed[old] = name
+        return renamed
+
     def _counters(self) -> dict[str, Any]:
         return {
             "step": self._progress.step,
@@ -181,14 +190,14 @@ class RunState:
         self.actor.policy_version = state["policy_version"]
         self._learner.bad_updates = state["bad_updates"]
 
-    def _load_tasks(self, state: Mapping[str, Any], _renamed: Mapping[str, str]) -> None:
+    def _load_tasks(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         self.unmeasured = []
-        former = {task.spec.renamed_from for name, task in self._tasks.items() if name not in state}
-        gone = sorted(state.keys() - self._tasks.keys() - former)
+        former = {new: old for old, new in renamed.items()}
+        gone = sorted(state.keys() - self._tasks.keys() - renamed.keys())
         told = f"; if it is {' or '.join(gone)} under a new name, stop the run and set renamed_from"
         hint = told if gone else ""
         for name, task in self._tasks.items():
-            known = state.get(name) or state.get(task.spec.renamed_from)
+            known = state.get(former.get(name, name))
             if known is None:
                 logger.info("task %r is new since the checkpoint: it starts fresh%s", name, hint)
             # first to its beginning: what the checkpoint lacks may be of weights that a rollback discards

@@ -239,6 +239,7 @@ class RunStore:
         changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
+        state.former_names = former = self._former_names(specs)
         with telling_of_removal(found.path):
             state.restore(found, without=["guard"] if is_other else [])
             entry = self.checkpoints.read_entry(found.path)
@@ -253,7 +254,6 @@ class RunStore:
             self.events.append(Event(step=progress.step, source="guard", kind="warn", reason=reason))
         if track:
             self.checkpoints.set_aside_after(progress.step if is_own else -1)
-            former = self._former_names(specs)
             self.checkpoints.rename_tasks({old: name for name, own in former.items() for old in own})
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
@@ -384,7 +384,7 @@ class RunStore:
 
     def _former_names(self, specs: Mapping[str, TaskSpec]) -> dict[str, list[str]]:
         """Return present name -> former names of renamed tasks; earlier records of the run have these."""
-        tasks = self.read_config().get("tasks")
+        tasks = self.read_config(self._owner).get("tasks")
         before = tasks if isinstance(tasks, Mapping) else {}
         found = {}
         for name, spec in specs.items():

@@ -461,6 +461,29 @@ def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path
     assert len(asked[0]) == 6
 
 
+@pytest.mark.parametrize(
+    "names", [("digit", "number, from digit", "number"), ("digit", "one, from digit", "two, from one")]
+)
+def test_a_rollback_past_a_renaming_keeps_the_state_of_the_task(tmp_path, names):
+    """``renamed_from`` is left out once a checkpoint has the new name, or names the name in between."""
+    sizes = {**SMALL, "checkpoint": CheckpointConfig(every=2, keep=9)}
+    for steps, text in zip((2, 4, 6), names, strict=True):
+        name, _, former = text.partition(", from ")
+        renamed = f"{name}: {{renamed_from: '{former}', "
+        write_run(tmp_path, COPY + DIGIT.replace("digit: {", renamed), num_rows=60)
+        with Trainer.from_config(run_config(tmp_path, "out", steps, **sizes)) as trainer:
+            trainer.train()
+            task, state = trainer.tasks[name], trainer.parts.state
+            checkpoint = trainer.parts.store.checkpoints.load(tmp_path / "out/checkpoints/step_00000002")
+            rows = task.eval_rows
+            before = checkpoint.state["scheduler"]["policy_state"]["traces"]["digit"]
+            state.restore(checkpoint, without=["scorer", "guard"])
+            assert task.stream.state_dict() == checkpoint.state["tasks"]["digit"]["stream"]
+            assert task.eval_rows == rows
+            assert state.state_dict()["scheduler"]["policy_state"]["traces"][name] == before
+            assert state.unmeasured == []
+
+
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
     """A resume scales the reward: no fall for the guard, nothing for ``report`` or ``compare``."""
     anchor = "  kept: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:is_short], solved_at: 0.1}\n"
