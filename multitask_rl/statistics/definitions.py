@@ -107,7 +107,7 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     - ``reward_mean``: covers each reward with a weight, the weight, the penalties and ``rejected_reward``; if
       a constraint rejects, also whether the algorithm trains on rejected responses. Without rewards it covers
       the constraints.
-    - ``reward/<name>``: this reward and its components.
+    - ``reward/<name>``: this reward and its components; as above with its range, if the tasks file gives one.
     - ``constraint``: all metrics of constraints.
     - ``rule/<name>``: the costs of one constraint.
 
@@ -128,11 +128,12 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
         for c in spec.judged
     ]
     penalties = [[c.plugin, c.config, -c.weight] for c in spec.judged if c.mode == "penalty" and c.weight]
-    weighed = [[r.plugin, r.config, r.overrun, r.weight] for r in spec.rewards if r.weight]
+    scores = {r.name: [r.plugin, r.config, r.overrun, *([r.range] if r.range else [])] for r in spec.rewards}
+    weighed = [[*scores[r.name], r.weight] for r in spec.rewards if r.weight]
     rejected: list[list[Any]] = [["rejected", spec.algorithm_config.get("rejected_reward")]]
     if any(c.mode == "reject" for c in spec.judged) and _trains_rejected(spec):
         rejected.append(["trained on"])
-    found = {f"reward/{r.name}": digest([r.plugin, r.config, r.overrun]) for r in spec.rewards}
+    found = {f"reward/{name}": digest(own) for name, own in scores.items()}
     found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
     found["constraint"] = digest(*judges)
     for c in spec.judged:

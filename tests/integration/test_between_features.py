@@ -651,6 +651,18 @@ def test_values_on_the_scale_of_other_rewards_are_dropped_at_a_resume(tmp_path):
         assert max(shown["highest"]) <= 1.0
 
 
+def test_a_level_is_on_the_scale_of_the_range_that_a_resume_gives_the_reward(tmp_path):
+    ranged = "  ranged: {dataset: digit.jsonl, rewards: [{plugin: rewards.py:is_short, range: [0, %s]}]}\n"
+    levels, solved = [], set()
+    for steps, high in ((2, 100), (4, 1)):
+        write_run(tmp_path, COPY + ranged % high, num_rows=60)
+        trainer = train(run_config(tmp_path, "out", steps, **SMALL))
+        levels.append(trainer.scheduler.metrics()["task/ranged/level"])
+        solved.add(definitions(trainer.plan.specs["ranged"])["solved"])
+    assert levels[0] < 0.01 < 0.1 < levels[1]
+    assert len(solved) == 2, "the best end of the range is what solves a prompt"
+
+
 MEASURED = {
     "reward/m": "rewards: [rewards.py:starts_right, {plugin: rewards.py:PLUGIN, name: m, weight: 0}]",
     "violation_rate": "rewards: [rewards.py:starts_right], "
