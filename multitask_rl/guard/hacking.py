@@ -41,7 +41,8 @@ class StepHistory:
         self._max_steps, self._steps = max_steps, dict[str, deque[dict[str, float]]]()
 
     def record(self, step: int, stats: Mapping[str, TaskStats]) -> None:
-        """Add the step that started from the weights of ``step``."""
+        """Add the step that started from the weights of ``step``; forget tasks that are trained no more."""
+        self._steps = {task: own for task, own in self._steps.items() if task in stats}
         for task, seen in stats.items():
             entry = {
                 "step": step,

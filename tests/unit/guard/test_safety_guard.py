@@ -359,6 +359,23 @@ def test_a_task_trained_alone_into_its_own_fall_twice_stops_the_run(slope, other
         assert one.rollback_target(good) == good[0]
 
 
+@pytest.mark.parametrize("tasks", ["a", "ab"], ids=["removed", "only evaluated"])
+def test_a_task_that_a_resume_no_longer_trains_is_no_culprit(tasks: str) -> None:
+    guard = _guard()
+    for step in range(100):
+        if step % 10 == 0:
+            guard.observe(step, _constant({"a": 0.6, "b": 0.7}, step))
+        guard.record_step(step, {"a": _stats("a", 2), "b": _stats("b", 7)})
+    resumed = _guard(tasks)
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    for step in range(100, 110):
+        resumed.record_step(step, {"a": _stats("a", 2)})
+    decision = resumed.observe(110, _constant({"a": 0.3, "b": 0.7}, 110))
+    assert decision.action is GuardAction.rollback
+    assert decision.adjustments.culprit == "a"
+    assert resumed.weight_factors() == {}, "no other task could get its share"
+
+
 @pytest.mark.parametrize(
     ("held_out", "rewards"),
     [
