@@ -34,7 +34,8 @@ _METRICS = ("length", "entropy", "kl")
 class StepHistory:
     """The last ``max_steps`` steps of every task, each a dictionary of numbers; NaN = not known.
 
-    ``updates`` counts learnable groups (``num_informative``), ``prompts`` groups with a response to train on.
+    ``updates`` counts learnable groups (``num_informative``), ``prompts`` groups with a response to train on
+    (NaN: the task has no share, because the guard froze it or its weight is 0).
     """
 
     def __init__(self, max_steps: int) -> None:
@@ -44,10 +45,11 @@ class StepHistory:
         """Add the step that started from the weights of ``step``; forget tasks that are trained no more."""
         self._steps = {task: own for task, own in self._steps.items() if task in stats}
         for task, seen in stats.items():
+            prompts = float(seen.num_prompts if seen.num_trainable is None else seen.num_trainable)
             entry = {
                 "step": step,
                 "updates": float(seen.num_informative),
-                "prompts": float(seen.num_prompts if seen.num_trainable is None else seen.num_trainable),
+                "prompts": prompts if seen.metrics.get("weight") != 0.0 else math.nan,
                 # of uniformly drawn prompts: a curriculum that draws easier ones is no rise of the reward
                 "reward": seen.reward_mean + seen.shift,
             }

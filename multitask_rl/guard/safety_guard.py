@@ -578,8 +578,6 @@ class SafetyGuard(Guard):
         for metric in self._watched:
             if not metric.metric and metric.detector.count:
                 means = self._history.means_since(metric.task, since)
-                if self.weight_factors().get(metric.task) == 0.0:
-                    means["prompts"] = math.nan
                 seen = metric.detector
                 point = Observation(
                     train_reward=means.pop("reward"), value=seen.value, error=seen.error, **means

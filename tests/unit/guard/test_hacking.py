@@ -88,6 +88,24 @@ def test_a_trained_task_without_samples_for_two_evaluations_is_starved_said_once
     assert seen([4.0, 0.0, 0.0, 1.0, 0.0, 0.0]) == [("starved", 2), ("starved", 5)]
 
 
+def test_a_task_whose_weight_a_resume_sets_to_0_is_not_called_starved() -> None:
+    def kinds(weight: float) -> list[str]:
+        guard, events = SafetyGuard(), list[Event]()
+        guard.bind(["a", "b"])
+        for step in range(60):
+            if step % 10 == 0:
+                evaluations = {t: make_evaluation([1.0, 0.0] * 50, task=t, step=step) for t in "ab"}
+                events += guard.observe(step, evaluations).events
+            number, share = (4, 0.5) if step < 20 else (0, weight)
+            of_b = {"num_prompts": number, "num_informative": number, "metrics": {"weight": share}}
+            of_a = TaskStats(task="a", num_prompts=4, num_informative=4, reward_mean=0.5)
+            guard.record_step(step, {"a": of_a, "b": TaskStats(task="b", reward_mean=0.5, **of_b)})
+        return [event.kind for event in events if event.task == "b"]
+
+    assert kinds(0.5) == ["starved"]
+    assert kinds(0.0) == []
+
+
 def test_state_round_trip_continues_identically() -> None:
     stream = random.Random(0)
     whole, resumed = (HackingDetector(SafetyGuardConfig()) for _ in range(2))
