@@ -31,7 +31,7 @@ from multitask_rl.cli.tables import (
     write_page,
 )
 from multitask_rl.config.run import RunConfig, dotted
-from multitask_rl.config.task import TaskSpec
+from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
 from multitask_rl.report.comparison_page import render_comparison_page
@@ -238,14 +238,15 @@ def group_runs(
     left_out = {} if left_out is None else left_out
     arms: list[Arm] = []
     defaults = _recorded(RunConfig()), _recorded(TaskSpec(name=""))
+    entries = {"rewards": _recorded(RewardSpec(plugin="")), "constraints": _recorded(ConstraintSpec())}
     for run in runs:
         settings = {
             key: value
-            for key, value in dotted(_with_defaults(run.config, *defaults))
+            for key, value in dotted(_with_defaults(run.config, *defaults, entries))
             if not (
                 key == "seed"
                 or key.startswith(IGNORED)
-                or key.endswith(".source")
+                or key.endswith((".source", ".former_names"))
                 or any(fnmatch(key, pattern) or fnmatch(key, f"{pattern}.*") for pattern in ignore)
             )
         }
@@ -280,11 +281,15 @@ def group_runs(
 
 
 def _with_defaults(
-    config: Mapping[str, Any], of_run: Mapping[str, Any], of_task: Mapping[str, Any]
+    config: Mapping[str, Any],
+    of_run: Mapping[str, Any],
+    of_task: Mapping[str, Any],
+    of_entries: Mapping[str, Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Return a recorded configuration, with today's default for each key that its version did not have.
 
-    So runs from before and after an update do not differ by new keys.
+    So runs from before and after an update do not differ by new keys. ``of_entries``: those of a reward and
+    of a constraint.
     """
     if not config:
         return {}
@@ -292,10 +297,14 @@ def _with_defaults(
     tasks = config.get("tasks")
     if isinstance(tasks, Mapping) and all(isinstance(task, Mapping) for task in tasks.values()):
         filled["tasks"] = {name: _filled({"name": name, **task}, of_task) for name, task in tasks.items()}
+        for task in filled["tasks"].values():
+            for key, of_entry in of_entries.items():
+                if isinstance(task[key], list):
+                    task[key] = [_filled(e, of_entry) if isinstance(e, Mapping) else e for e in task[key]]
     return filled
 
 
-def _recorded(settings: RunConfig | TaskSpec) -> dict[str, Any]:
+def _recorded(settings: RunConfig | TaskSpec | RewardSpec | ConstraintSpec) -> dict[str, Any]:
     """Return all keys as a run records them: as JSON data."""
     recorded: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
     return recorded

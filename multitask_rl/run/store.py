@@ -47,6 +47,8 @@ _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.
 _FREE = re.compile(r"^(?:tasks\.([^.]+)|(?!tasks\.)[^.]+)\.\w+_config\.|^device_map\.|^model\.rope_scaling\.")
 """Keys whose names the user chooses: one that was added or removed counts as a change. Any other key that
 only one side has comes from another version of this package, and does not count."""
+_ENTRIES = re.compile(r"^tasks\.[^.]+\.(?:rewards|constraints)$")
+"""Keys of lists of entries."""
 
 
 class RunStore:
@@ -310,7 +312,8 @@ class RunStore:
             free = _FREE.match(key)
             return (key in old and key in new) or (free is not None and free[1] in {None, *lasting})
 
-        differing = (key for key in {**old, **new} if is_told(key) and old.get(key) != new.get(key))
+        told = (key for key in {**old, **new} if is_told(key))
+        differing = (key for key in told if not _is_same(key, old.get(key), new.get(key)))
         changed = (key for key in differing if key not in {*_MAY_DIFFER, *places})
         return tasks | {key: (old.get(key), new.get(key)) for key in changed}
 
@@ -420,6 +423,17 @@ def _model_name(name: Any) -> tuple[str, ...]:
     """Return the end of a path that identifies a model: its name, or run and step of a run's checkpoint."""
     parts = Path(str(name)).parts
     return parts[-4:] if parts[-3:-2] == ("checkpoints",) else parts[-1:]
+
+
+def _is_same(key: str, old: Any, new: Any) -> bool:
+    """Whether a setting is the same; keys that only one side's reward or constraint has do not count."""
+    if _ENTRIES.match(key) and isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(
+            all(a[name] == b[name] for name in a.keys() & b.keys())
+            for a, b in zip(old, new, strict=True)
+            if isinstance(a, dict)
+        )
+    return bool(old == new)
 
 
 def _is_change(line: bytes) -> bool:

@@ -409,6 +409,22 @@ def test_a_run_that_fails_says_why_in_its_records_until_it_goes_on(tmp_path):
         assert "pa55" not in failed["reason"]
 
 
+def test_a_key_of_a_reward_that_an_older_version_did_not_record_is_no_change(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    train(run_config(tmp_path, "out", 2, **SMALL))
+    record = tmp_path / "out/config.yaml"
+    text = record.read_text()
+    assert text.count("      range: null\n") == 1
+    record.write_text(text.replace("      range: null\n", ""))
+    for steps in (2, 3):
+        train(run_config(tmp_path, "out", steps, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(SCALED)
+    trainer = train(run_config(tmp_path, "out", 4, **SMALL))
+    assert [(e.step, e.kind) for e in trainer.events if e.kind == "changed"] == [(3, "changed")]
+    told = [line for line in lines(tmp_path / "out", "events.jsonl") if '"changed"' in line]
+    assert len(told) == 1, "the change to another weight alone"
+
+
 def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
     write_run(tmp_path, COPY + DIGIT, num_rows=40)
     train(run_config(tmp_path, "out", 2, **SMALL))

@@ -443,10 +443,22 @@ def test_a_key_that_an_older_version_did_not_have_makes_no_arm(
 ) -> None:
     """A run of an older version is of the same arm as one that records today's default, not another value."""
     values: Values = [0.1, 0.5, 0.3, 0.9]
-    old = {"optimizer": {"learning_rate": 0.5}, "tasks": {"a": {"name": "a", "dataset": "rows.jsonl"}}}
+    task = {"name": "a", "dataset": "rows.jsonl"}
+    reward, rule = {"plugin": "exact_match", "name": "exact_match"}, {"plugin": "refusal", "name": "refusal"}
+    old = {
+        "optimizer": {"learning_rate": 0.5},
+        "tasks": {"a": {**task, "rewards": [reward], "constraints": [rule]}},
+    }
     new = {
         "optimizer": {"learning_rate": 0.5, "moments": "float32", "betas": [0.9, 0.99]},
-        "tasks": {"a": {"name": "a", "dataset": "rows.jsonl", "min_share": None}},
+        "tasks": {
+            "a": {
+                **task,
+                "min_share": None,
+                "rewards": [{**reward, "range": None}],
+                "constraints": [{**rule, "device": ""}],
+            }
+        },
     }
     other = {**new, "optimizer": {**new["optimizer"], "moments": "int8"}}
     runs = [
@@ -457,6 +469,15 @@ def test_a_key_that_an_older_version_did_not_have_makes_no_arm(
     result = json.loads(capsys.readouterr().out)["result"]
     assert [len(arm["runs"]) for arm in result["arms"]] == [2, 1]
     assert result["keys"] == {"optimizer.moments": ["float32", "int8"]}
+
+
+def test_the_former_names_of_a_task_make_no_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"name": "a", "dataset": "rows.jsonl"}
+    runs = [
+        _write_run(tmp_path / str(seed), [(1, "a", [0.1, 0.5])], {"seed": seed, "tasks": {"a": own}})
+        for seed, own in enumerate((task, {**task, "former_names": ["b"]}))
+    ]
+    assert _compare(capsys, *runs) == [], "one arm of two seeds"
 
 
 def test_a_directory_of_a_sweep_stands_for_its_runs(
