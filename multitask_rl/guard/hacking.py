@@ -106,13 +106,10 @@ class StepHistory:
             return False
         return bool(mannwhitneyu(after, before, alternative="greater").pvalue < _CHANCE)
 
-    def is_trained(self, task: str) -> bool:
-        """Whether a step had prompts of ``task``."""
-        return any(entry["prompts"] > 0.0 for entry in self._steps.get(task, ()))
-
-    def is_alone(self, task: str) -> bool:
-        """Whether ``task`` was trained and no other task was."""
-        return [name for name in self._steps if self.is_trained(name)] == [task]
+    @property
+    def trained(self) -> list[str]:
+        """Tasks of which a step had prompts."""
+        return [t for t, entries in self._steps.items() if any(entry["prompts"] > 0.0 for entry in entries)]
 
     def means_since(self, task: str, since: int) -> dict[str, float]:
         """Return the means of ``reward``, ``prompts`` and ``_METRICS`` since a step; NaN = unknown."""

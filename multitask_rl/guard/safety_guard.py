@@ -425,7 +425,7 @@ class SafetyGuard(Guard):
             text = f"has regressed again after {times} rollbacks" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
         since = [self._good_until, metric.detector.good_step]
-        is_alone = self._history.is_alone(metric.task)
+        is_alone = self._history.trained == [metric.task]
         if self._rollbacks and is_alone and self._history.has_risen(metric.task, since):
             text = (
                 "has regressed again while its training reward rose, and no other task could get its share: "
@@ -543,7 +543,7 @@ class SafetyGuard(Guard):
         is_rollback = action is GuardAction.rollback
         times = len(self._rollbacks) + 1 if is_rollback else 1
         # a task that is trained alone has the whole share, whatever the factor
-        is_alone = self._history.is_alone(victim)
+        is_alone = len(self._history.trained) == 1
         factors = {} if is_alone else {victim: config.victim_factor}
         if culprit and not is_alone:
             # a task that causes its own fall would fall again, more slowly, with half of its share
@@ -564,8 +564,8 @@ class SafetyGuard(Guard):
 
     def _changed_shares(self) -> list[str]:
         """Return which shares are multiplied by what, of tasks that are trained."""
-        factors = self.weight_factors().items()
-        return [f"share of {task} x {factor:g}" for task, factor in factors if self._history.is_trained(task)]
+        factors, trained = self.weight_factors().items(), self._history.trained
+        return [f"share of {task} x {factor:g}" for task, factor in factors if task in trained]
 
     def _until_recovered(self) -> str:
         """Return what a milder action changes, as the end of its reason."""

@@ -283,14 +283,20 @@ def test_something_changes_so_that_the_failure_is_not_replayed() -> None:
     ]
 
 
-def test_a_rollback_names_no_share_of_a_task_that_is_not_trained() -> None:
-    guard = _guard()
+@pytest.mark.parametrize(
+    ("trained", "shares"),
+    [("bc", "share of b x 0.5, "), ("b", "")],
+    ids=["two are trained", "one is trained"],
+)
+def test_a_rollback_names_only_shares_that_it_changes(trained: str, shares: str) -> None:
+    """Task ``a`` falls, and is only evaluated; a task that is trained alone keeps the whole share."""
+    guard = _guard("abc")
     for step in range(0, 110):
-        guard.record_step(step, {"b": _stats("b", 7)})
+        guard.record_step(step, {task: _stats(task, 7 if task == "b" else 2) for task in trained})
         if step % 10 == 0:
-            guard.observe(step, _constant({"a": 0.6 if step < 100 else 0.3, "b": 0.7}, step))
+            guard.observe(step, _constant({"a": 0.6 if step < 100 else 0.3, "b": 0.7, "c": 0.7}, step))
     (event,) = guard.rolled_back(CheckpointInfo(step=0, judged_good=True), step=0)
-    assert "for 50 steps, share of b x 0.5, data of the window skipped" in event.reason
+    assert f"for 50 steps, {shares}data of the window skipped" in event.reason
 
 
 def test_neither_a_recovery_nor_a_milder_action_ends_the_slower_learning_rate() -> None:
@@ -485,7 +491,7 @@ def test_each_further_rollback_changes_more() -> None:
     guard = _guard(cooldown_steps=0)
     _fall(guard)
     guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
-    guard.record_step(105, {"b": _stats("b", 7)})
+    guard.record_step(105, {"a": _stats("a", 2), "b": _stats("b", 7)})
     again = _run(guard, [0.6, 0.3], start=100)[-1]
     assert again.action is GuardAction.rollback
     assert again.adjustments.lr_factor == 0.25
