@@ -76,6 +76,8 @@ class TaskState:
     """``definitions`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
     """Texts since the last ``take_warnings``, which makes events of them."""
+    warned_of: list[str] = field(default_factory=list)
+    """Those that the settings gave when the task was built."""
     told_of_tools: bool = False
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
@@ -116,6 +118,7 @@ class TaskState:
             "num_overlong": self.num_overlong,
             "told_of_tools": self.told_of_tools,
             "warnings": list(self.warnings),
+            "warned_of": list(self.warned_of),
             "held_out": fingerprint(self.eval_rows),
             "held_out_by": list(self.held_out_by),
             "refused_values": self.metrics.state_dict(),
@@ -161,7 +164,8 @@ class TaskState:
         self.num_overlong = state["num_overlong"]
         # a change of world or prompt is looked at anew
         self.told_of_tools |= state.get("told_of_tools", False) and not self.is_redefined()
-        self.warnings[:] = state.get("warnings", ())
+        known = state.get("warned_of", ())
+        self.warnings[:] = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
         self.choose_held_out(state["held_out_by"])
         if fingerprint(self.eval_rows) != state["held_out"]:
             logger.warning(
@@ -296,6 +300,7 @@ def build_task_states(
             task.warnings.append(
                 f"its system message is not used, because {reason}; write its text into the task's prompt"
             )
+        task.warned_of = list(task.warnings)
         task.sync_learner()
         tasks[name] = task
     return tasks

@@ -425,6 +425,18 @@ def test_a_key_of_a_reward_that_an_older_version_did_not_record_is_no_change(tmp
     assert len(told) == 1, "the change to another weight alone"
 
 
+def test_a_warning_of_a_setting_that_a_resume_has_changed_is_told_once(tmp_path):
+    def told(steps):
+        trainer = train(run_config(tmp_path, "out", steps, **SMALL))
+        return [event.step for event in trainer.events if "its system message is not used" in event.reason]
+
+    write_run(tmp_path, COPY, num_rows=40)
+    assert told(2) == []
+    (tmp_path / "tasks.yaml").write_text(COPY.replace("]}", "], system: be brief}"))
+    assert told(4) == [2]
+    assert told(6) == []
+
+
 def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
     write_run(tmp_path, COPY + DIGIT, num_rows=40)
     train(run_config(tmp_path, "out", 2, **SMALL))
