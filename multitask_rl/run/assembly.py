@@ -171,9 +171,8 @@ def build_parts(
             *(progress, actor, critic, learner, tasks, scheduler, scorer, guard), store.reference_dir
         )
         run_id = store.resume(state, progress, config, plan.specs, guard)
-        if guard is None and plan.trained:
-            # the checkpoint's scheduler may have factors of a guard that is now off
-            scheduler.set_factors({})
+        if plan.trained and (guard is None or store.has_other_guard):
+            scheduler.set_factors({})  # those of the checkpoint's guard
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
         stages = sampling_stages(

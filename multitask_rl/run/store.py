@@ -109,6 +109,8 @@ class RunStore:
         """The step from which the run continues its own records; None: they begin anew."""
         self.forked: CheckpointEntry | None = None
         """Entry of another run's checkpoint, if this run began from it."""
+        self.has_other_guard = False
+        """The checkpoint's guard was of another class than this run's."""
         self._recorded: set[str] = set()
         """Record files that existed at the last check."""
         self.events: list[Event] = []
@@ -241,6 +243,7 @@ class RunStore:
         changed = self._changed(config, specs) if track else {}
         before, now = found.state.get("guard_class"), class_id(type(guard))
         is_other = guard is not None and found.state["guard"] is not None and before != now
+        self.has_other_guard = is_other
         state.former_names = former = self._former_names(specs)
         with telling_of_removal(found.path):
             state.restore(found, without=["guard"] if is_other else [])

@@ -67,14 +67,14 @@ class Freezes(Guard):
         return {"digit": 0.0}
 
 
-def test_a_task_that_the_guard_froze_is_trained_again_once_the_guard_is_off(tmp_path):
+@pytest.mark.parametrize("guard", [GuardConfig(enabled=False), GuardConfig()], ids=["off", "another"])
+def test_a_task_that_the_guard_froze_is_trained_again_once_that_guard_is_gone(tmp_path, guard):
     write_run(tmp_path, COPY + DIGIT, num_rows=40)
     trainer = Trainer.from_config(run_config(tmp_path, "out", 4, **SMALL))
     trainer.add_guard(Freezes())
     trainer.train()
     assert trainer.scheduler.weights()["digit"] == 0.0
-    off = GuardConfig(enabled=False)
-    with Trainer.from_config(run_config(tmp_path, "out", 6, guard=off, **SMALL)) as resumed:
+    with Trainer.from_config(run_config(tmp_path, "out", 6, guard=guard, **SMALL)) as resumed:
         resumed.train_step()
         assert resumed.scheduler.weights()["digit"] > 0.0
 
