@@ -44,7 +44,10 @@ logger = logging.getLogger(__name__)
 
 _MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
 """Settings of length, place, start and display; a change of one does not change the training itself."""
-_FREE = re.compile(r"^(?:tasks\.([^.]+)|(?!tasks\.)[^.]+)\.\w+_config\.|^device_map\.|^model\.rope_scaling\.")
+_FREE = re.compile(
+    r"^tasks\.([^.]+)\.(?:\w+_config|select|chat_template_kwargs)\."
+    r"|^(?!tasks\.)[^.]+\.\w+_config\.|^device_map\.|^model\.rope_scaling\."
+)
 """Keys whose names the user chooses: one that was added or removed counts as a change. Any other key that
 only one side has comes from another version of this package, and does not count."""
 _ENTRIES = re.compile(r"^tasks\.[^.]+\.(?:rewards|constraints)$")

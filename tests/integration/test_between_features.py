@@ -447,6 +447,23 @@ def test_tasks_that_come_and_go_at_a_resume_are_told(tmp_path):
     assert "tasks: ['copy', 'digit'] -> ['copy', 'number']" in changed.reason
 
 
+def test_a_resume_tells_of_keys_that_the_user_has_added_to_a_mapping(tmp_path):
+    write_run(tmp_path, COPY, num_rows=40)
+    rows = [json.loads(line) | {"kind": "x"} for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = run_config(tmp_path, "out", 3, **SMALL)
+    template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
+    (tmp_path / "actor/chat_template.jinja").write_text(template)
+    train(replace(config, max_steps=2))
+    keys = "], select: {kind: x}, chat_template_kwargs: {end: '.'}}"
+    (tmp_path / "tasks.yaml").write_text(COPY.replace("]}", keys))
+    with Trainer.from_config(config) as resumed:
+        resumed.train_step()
+        (changed,) = [event.reason for event in resumed.events if event.kind == "changed"]
+    for told in ("tasks.copy.select.kind: None -> 'x'", "tasks.copy.chat_template_kwargs.end: None -> '.'"):
+        assert told in changed
+
+
 def test_edited_plugin_files_are_told_while_the_run_goes_on_and_at_a_resume(tmp_path):
     write_run(tmp_path, COPY + DIGIT, num_rows=40)
 
