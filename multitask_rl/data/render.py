@@ -278,6 +278,24 @@ def render_answer(spec: TaskSpec, row: Row, tokenizer: PreTrainedTokenizerBase) 
     return hidden.encode(text, tokenizer, begun=True)
 
 
+def end_token(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...]) -> int:
+    """Return which of the tokens ``end_ids`` ends an answer: that of the chat template, else the first."""
+    template = str(tokenizer.chat_template or "") if spec.chat is not False else ""
+    return _end_of_turn(tokenizer, template, end_ids) if template else end_ids[0]
+
+
+@lru_cache(maxsize=8)
+def _end_of_turn(tokenizer: PreTrainedTokenizerBase, template: str, end_ids: tuple[int, ...]) -> int:
+    mark = "\U000ffffe"
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": mark}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False))
+    except Exception:  # noqa: BLE001 - templates refuse by any exception; then the rows' own chats tell why
+        return end_ids[0]
+    behind = tokenizer(text.partition(mark)[2], add_special_tokens=False, verbose=False)["input_ids"]
+    return next((int(i) for i in behind if i in end_ids), end_ids[0])
+
+
 def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
     """Return the filled template, or the chat messages that take its place; raises as ``render_template``."""
     messages = _messages(spec, row)

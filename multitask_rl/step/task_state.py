@@ -14,7 +14,7 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.data import PooledStream, PromptStream, StreamedPrompts, render_prompt
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
-from multitask_rl.data.render import check_template, render_answer, render_content
+from multitask_rl.data.render import check_template, end_token, render_answer, render_content
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
@@ -380,7 +380,8 @@ def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bo
 def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
     """Return the row's given response, with an end token behind an answer to a prompt."""
     ids = render_answer(task.spec, row, actor.tokenizer)
-    return [*ids, actor.eos_token_ids[0]] if task.spec.prompt else ids
+    end = end_token(task.spec, actor.tokenizer, actor.eos_token_ids)
+    return [*ids, end] if task.spec.prompt else ids
 
 
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:

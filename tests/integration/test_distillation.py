@@ -11,6 +11,7 @@ from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, G
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.curriculum.scheduler import SchedulerConfig
 from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.step.task_state import draw_prompts
 from multitask_rl.trainer import Trainer
 from run_builders import build_actor, run_config, undocumented, weights_hash, write_run
 
@@ -261,3 +262,22 @@ def test_episodes_have_a_teacher_and_several_responses_a_prompt(mixed):
     assert found.primary.n == 2 * len(found.values)
     assert found.metrics["turns"].mean == 2.0
     assert '"task/echo/teacher_kl"' in (directory / "turns" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_given_answer_ends_as_the_chat_template_ends_one(tmp_path, chat):
+    """The first end token of Llama 3 and Gemma ends a text, the chat template's another one a turn."""
+    actor = build_actor()
+    end_of_text, end_of_turn = actor.tokenizer.convert_tokens_to_ids(["<eos>", "!"])
+    actor.model.generation_config.eos_token_id = [end_of_text, end_of_turn]
+    actor.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }} !{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    actor.save(tmp_path / "actor")
+    task = (
+        f'warm: {{type: "{SFT}", dataset: digit.jsonl, answer: "{{reference}}", chat: {str(chat).lower()}}}'
+    )
+    write_run(tmp_path, f"tasks:\n  {task}\n")
+    with Trainer.from_config(settings(tmp_path, "run", 1)) as trainer:
+        prompts = draw_prompts(trainer.tasks, {"warm": 3}, trainer.actor)
+        assert {prompt.given_ids[-1] for prompt in prompts} == {end_of_turn if chat else end_of_text}
