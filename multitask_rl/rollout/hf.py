@@ -45,6 +45,8 @@ HAND_ON_EVERY = 8
 """Tokens between two parts of a stream under autocast, which casts all weights again after each part."""
 PADDING_SLACK = 32
 """Tokens by which even the shortest prompt may be padded in a batch of plain rows on the CPU."""
+_CHARACTER_BYTES = 4
+"""Most bytes of a character in UTF-8."""
 
 
 @dataclass(slots=True)
@@ -306,9 +308,9 @@ class HFEngine(RolloutEngine):
                 for position, index in enumerate(active.tolist()):
                     if stop := rows[index].sampling.stop:
                         # a token holds at least one byte of text: this covers the longest stop string
-                        window = max(len(s.encode()) for s in stop) + 4
-                        tail = self._decode(ids[index, max(0, step + 1 - window) : step + 1].tolist())
-                        if any(s in tail for s in stop):
+                        window = max(len(s.encode()) for s in stop) + _CHARACTER_BYTES
+                        tail = ids[index, max(0, step + 1 - window) : step + 1].tolist()
+                        if _holds(tail, stop, self._decode):
                             ended[position] = True
             going = ~ended & (lengths[active] > step + 1)
             flagged = _flagged(rows, ids, active, going, step) if watched else []
@@ -340,6 +342,21 @@ class HFEngine(RolloutEngine):
         ids = (*row.prompt_ids, *response_ids[:-1])
         if len(ids) + sum(len(past.ids) for past in self._pasts.values()) <= self._kept_tokens:
             self._pasts[row.conversation] = Past(ids, state.known(place))
+
+
+def _holds(ids: list[int], stop: Sequence[str], decode: Callable[[Sequence[int]], str]) -> bool:
+    """Return whether the text of ``ids``, the end of a response, holds one of the texts ``stop``.
+
+    Where ``ids`` begin inside a character, some decoders (byte fallback) read no character behind it either,
+    so the first tokens are left out.
+    """
+    for begin in range(_CHARACTER_BYTES):
+        text = decode(ids[begin:])
+        if any(s in text for s in stop):
+            return True
+        if "\ufffd" not in text:
+            return False
+    return False
 
 
 def _flagged(rows: list[_Row], ids: Tensor, active: Tensor, going: Tensor, step: int) -> list[int]:

@@ -1,9 +1,15 @@
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
+from model_builders import build_model
+from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import EngineError
+from multitask_rl.models.actor import Actor
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
@@ -97,6 +103,27 @@ def test_a_stop_string_ends_the_response_where_it_appears():
     cut = engine.generate([request])[0][0]
     assert cut.response_ids == free.response_ids[:5]
     assert cut.finish_reason == "stop"
+
+
+def test_a_stop_string_is_found_behind_characters_of_several_tokens():
+    """A decoder with byte fallback reads a row of byte tokens that begins inside a character as no text."""
+    words = ["<pad>", "<eos>", *(f"<0x{value:02X}>" for value in range(256))]
+    backend = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    actor = Actor(build_model(vocab_size=len(words)), tokenizer, ModelConfig())
+    engine = HFEngine(
+        actor.model,
+        eos_token_ids=[1],
+        pad_token_id=0,
+        decode=tokenizer.decode,
+        grammars=lambda: actor.grammars,
+    )
+    choice = json.dumps({"choices": ["\u65e5\u672c\u8a9e\u3002\u672c\u65e5"]})
+    sampling = SamplingParams(max_new_tokens=30, grammar=choice, stop=("\u3002",))
+    (generation,) = engine.generate([GenerationRequest(prompt_ids=[5], sampling=sampling, seeds=[1])])[0]
+    assert tokenizer.decode(generation.response_ids) == "\u65e5\u672c\u8a9e\u3002"
+    assert generation.finish_reason == "stop"
 
 
 def test_an_empty_prompt_is_an_error_with_its_place():
