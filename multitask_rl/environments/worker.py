@@ -192,6 +192,10 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
                 f"{message!r:.500} is no message; expected a mapping with the texts 'role' and 'content'"
             )
     messages = _plain([dict(message) for message in answer.messages])
+    # a text is a sequence of letters, and every answer holds the empty text
+    if isinstance(answer.stop, str) or not all(isinstance(text, str) and text for text in answer.stop):
+        raise TypeError(f"stop is {answer.stop!r:.200}; expected a list of texts that are not empty")
+    stop = tuple(_plain(list(answer.stop)))
     if isinstance(answer, Opening):
         return Opening(
             messages=messages,
@@ -199,7 +203,7 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
             tools=_plain(list(answer.tools)),
             is_whole=answer.is_whole,
             max_tokens=int(answer.max_tokens),
-            stop=tuple(_plain(list(answer.stop))),
+            stop=stop,
         )
     anew = None if answer.anew is None else _checked(answer.anew, Opening)
     assert not isinstance(anew, StepResult)
@@ -217,7 +221,7 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
         info=info,
         anew=anew,
         max_tokens=int(answer.max_tokens),
-        stop=tuple(_plain(list(answer.stop))),
+        stop=stop,
     )
 
 

@@ -100,6 +100,12 @@ class World:
     def silent(self):
         return StepResult()
 
+    def stop_is_text(self):
+        return StepResult(messages=[{"role": "user", "content": "go on"}], stop="END")
+
+    def stop_is_empty(self):
+        return StepResult(messages=[{"role": "user", "content": "go on"}], stop=["END", ""])
+
     def nan(self):
         return said(reward=float("nan"))
 
@@ -225,6 +231,8 @@ def logged(tmp_path):
         ("wrong", "expected a StepResult"),
         ("no_message", "is no message"),
         ("silent", "returned no message"),
+        ("stop_is_text", "stop is 'END'"),
+        ("stop_is_empty", "stop is ['END', '']"),
         ("nan", "is not finite"),
         ("words", "is no number"),
     ],
