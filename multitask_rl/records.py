@@ -11,9 +11,16 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, PositiveFraction, Settings
+from multitask_rl.config.schema.ranges import (
+    Count,
+    Natural,
+    NotEmpty,
+    NotNegative,
+    PositiveFraction,
+    Settings,
+)
 
 T = TypeVar("T")
 
@@ -103,7 +110,7 @@ class SamplingSettings(Settings):
     """Nucleus sampling: sample from the most likely tokens with this total probability; 1 = off."""
     top_k: Natural = 0
     """Sample from this many most likely tokens; 0 = off."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, NotEmpty()], ...] = ()
     """Strings that end the response; they may be special tokens. ``response_ids`` keep the matched text,
     ``response`` does not."""
 

@@ -92,7 +92,22 @@ class OneOf:
         return {"enum": list(self._values)}
 
 
-Rule = Range | OneOf
+class NotEmpty:
+    """A rule: the value is a text of at least one character."""
+
+    def __str__(self) -> str:
+        return "not empty"
+
+    def refuses(self, value: Any) -> bool:
+        """Whether ``value`` is the empty text."""
+        return not value
+
+    def schema(self) -> dict[str, Any]:
+        """Return the same rule as keywords of JSON schema."""
+        return {"minLength": 1}
+
+
+Rule = Range | OneOf | NotEmpty
 
 Natural = Annotated[int, Range("[0, inf)")]
 Count = Annotated[int, Range("[1, inf)")]
@@ -112,7 +127,7 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check the type of every number (int or float) and its range."""
+        """Check the type of every number (int or float) and list, and the rules."""
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             value, where = getattr(self, name), f"{type(self).__qualname__}.{name}"
             kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
@@ -120,6 +135,8 @@ class Settings:
                 raise ConfigError(f"{where} must be a whole number, got {value!r}")
             if kind is float and isinstance(value, str):
                 raise ConfigError(f"{where} must be a number, got {value!r}")
+            if typing.get_origin(kind) in (list, tuple) and isinstance(value, str):
+                raise ConfigError(f"{where} must be a list, got {value!r}")
             check_value(list(rules_of(hint)), value, where)
 
 

@@ -26,6 +26,7 @@ from multitask_rl.config.schema.ranges import OneOf, Range
 from multitask_rl.errors import ConfigError
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.plugins import build_plugin
+from multitask_rl.records import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,18 @@ from multitask_rl.plugins import build_plugin
 def test_numbers_out_of_range_are_told(section: type[Any], key: str, value: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         section(**{key: value})
+
+
+@pytest.mark.parametrize("section", [RolloutConfig, SamplingParams])
+def test_an_empty_stop_string_is_refused(section: type[Any]) -> None:
+    """Every response holds the empty text."""
+    with pytest.raises(ConfigError, match=r"\.stop\[1\] must be not empty, got ''"):
+        section(stop=["END", ""])
+
+
+def test_a_text_is_no_list_of_texts() -> None:
+    with pytest.raises(ConfigError, match=r"RolloutConfig\.stop must be a list, got 'END'"):
+        RolloutConfig(stop="END")  # type: ignore[arg-type]
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
