@@ -120,10 +120,10 @@ class StepHistory:
             means[name] = fmean(known) if known else math.nan
         return means
 
-    def forget_rewards(self, tasks: Collection[str]) -> None:
-        """Take the rewards of ``tasks`` as not known: they are of another scale than those to come."""
+    def forget(self, tasks: Collection[str], *names: str) -> None:
+        """Take the numbers ``names`` of ``tasks`` as not known: those to come are not comparable."""
         for entry in (entry for task in tasks for entry in self._steps.get(task, ())):
-            entry["reward"] = math.nan
+            entry |= dict.fromkeys(names, math.nan)
 
     def rewind(self, step: int) -> None:
         """Drop the steps after the weights of ``step``: a rollback has undone them."""
@@ -217,6 +217,10 @@ class HackingDetector:
     def forget(self) -> None:
         """Forget the evaluations of every task, because a rollback has undone them."""
         self._points.clear()
+
+    def begin_anew(self, task: str) -> None:
+        """Compare entropy and length of ``task`` with its next evaluation, no longer with its first."""
+        self._start.pop(task, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""

@@ -145,7 +145,7 @@ class SafetyGuard(Guard):
         for metric in self._watched:
             if is_cooling:
                 metric.detector.cusum = 0.0
-            evaluation = evaluations.get(metric.task)
+            evaluation, before = evaluations.get(metric.task), metric.measured
             if evaluation is not None and (event := metric.begin_anew(evaluation)):
                 is_fallen = self._adjustments.victim == metric.task and self._fallen in ("", metric.key)
                 if is_fallen:  # what its fall was answered with is over
@@ -157,6 +157,9 @@ class SafetyGuard(Guard):
                 self._good.pop(metric.key, None)
                 self._fresh.pop(metric.key, None)
                 self._hacking.forget()  # another scale would look as if one value rose and the other fell
+                if not is_comparable(before[1:3], metric.measured[1:3]):  # other sampling or prompts
+                    self._history.forget([metric.task], "length", "entropy")
+                    self._hacking.begin_anew(metric.task)
             missing = f"{metric.key}#missing"
             if evaluation is not None and metric.observe(evaluation, self._settings):
                 self._warned.discard(missing)
@@ -204,7 +207,7 @@ class SafetyGuard(Guard):
 
     def forget_rewards(self, tasks: Collection[str]) -> None:
         """See ``Guard``."""
-        self._history.forget_rewards(tasks)
+        self._history.forget(tasks, "reward")
         if tasks:
             self._hacking.forget()
 

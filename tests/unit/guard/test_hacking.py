@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from multitask_rl.guard.hacking import HackingDetector, Observation, StepHistory
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.guard.settings import SafetyGuardConfig
 from multitask_rl.records import Event, TaskStats
+from multitask_rl.statistics.definitions import SAMPLING
 from multitask_rl.testing import make_evaluation
 
 
@@ -106,6 +108,29 @@ def test_a_task_whose_weight_a_resume_sets_to_0_is_not_called_starved() -> None:
     assert kinds(0.0) == []
 
 
+def test_lengths_are_not_compared_with_those_of_another_sampling() -> None:
+    """A resume that allows longer responses: what the task measures is redefined, and so is its beginning."""
+
+    def told(sampling: str) -> list[str]:
+        guard, events = SafetyGuard(), list[Event]()
+        guard.bind(["a"])
+        for step in range(60):
+            is_changed = step >= 30
+            if step % 10 == 0:
+                evaluation = make_evaluation([1.0, 0.0] * 50, task="a", step=step)
+                own = {SAMPLING: sampling if is_changed else "short"}
+                events += guard.observe(step, {"a": replace(evaluation, definitions=own)}).events
+            metrics = {"length": 80.0 if is_changed else 10.0}
+            of_a = TaskStats(
+                task="a", num_prompts=4, num_informative=4, reward_mean=0.5, reward_std=0.1, metrics=metrics
+            )
+            guard.record_step(step, {"a": of_a})
+        return [event.reason for event in events if "responses went from" in event.reason]
+
+    assert told("short") == ["responses went from 10.0 to 80.0 tokens"]
+    assert told("long") == []
+
+
 def test_state_round_trip_continues_identically() -> None:
     stream = random.Random(0)
     whole, resumed = (HackingDetector(SafetyGuardConfig()) for _ in range(2))
@@ -182,7 +207,7 @@ def test_rewards_of_another_definition_make_no_task_its_own_culprit() -> None:
     history = StepHistory(50)
     for step in range(30):
         if step == 15:  # a resume that triples the reward's weight
-            history.forget_rewards(["math"])
+            history.forget(["math"], "reward")
         math_task = TaskStats(task="math", num_prompts=8, num_informative=2, reward_mean=0.4 + (step >= 15))
         chat = TaskStats(task="chat", num_prompts=8, num_informative=6, reward_mean=0.5)
         history.record(step, {"math": math_task, "chat": chat})
