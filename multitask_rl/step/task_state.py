@@ -61,6 +61,8 @@ class TaskState:
     """Constraint of mode ``lagrangian`` -> multiplier."""
     stream: PromptStream | None = None
     """None: the task is evaluated only."""
+    paused: Mapping[str, Any] | None = None
+    """State of the stream that a task had before it was evaluated only."""
     held_out: Sequence[Row] = ()
     """Held-out rows of the task."""
     held_out_by: tuple[int, str, int] = (0, "", 0)
@@ -114,7 +116,7 @@ class TaskState:
             "algorithm": self.algorithm.state_dict(),
             "kl": self.kl.state_dict(),
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
-            "stream": self.stream.state_dict() if self.stream else None,
+            "stream": self.stream.state_dict() if self.stream else self.paused,
             "num_overlong": self.num_overlong,
             "told_of_tools": self.told_of_tools,
             "warnings": list(self.warnings),
@@ -159,7 +161,9 @@ class TaskState:
                 )
             elif constraint in state["multipliers"]:
                 multiplier.load_state_dict(state["multipliers"][constraint])
-        if self.stream and stream:
+        if self.stream is None:
+            self.paused = stream
+        elif stream:
             self.stream.load_state_dict(stream)
         self.num_overlong = state["num_overlong"]
         # a change of world or prompt is looked at anew

@@ -866,6 +866,19 @@ def test_the_best_checkpoint_stays_the_best_when_its_task_is_renamed(tmp_path):
     assert recorded_config(tmp_path / "out").tasks.keys() == {"third"}
 
 
+def test_a_task_that_was_only_evaluated_for_a_while_goes_on_in_its_data(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=60)
+    train(run_config(tmp_path, "out", 2, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT.replace("digit: {", "digit: {evaluation_only: true, "))
+    train(run_config(tmp_path, "out", 4, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
+    train(run_config(tmp_path, "out", 6, **SMALL))
+    rows = [json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_text().splitlines()]
+    drawn = {(row["step"], row["draw"]) for row in rows if row["task"] == "digit"}
+    assert {step for step, _ in drawn} == {1, 2, 5, 6}
+    assert sorted(draw for _, draw in drawn) == list(range(len(drawn))), "no row twice"
+
+
 def test_a_resume_measures_what_is_new_before_it_trains_on_it(tmp_path):
     def rows():
         found = map(json.loads, (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines())
