@@ -11,7 +11,6 @@ import torch
 from multitask_rl.boundary.printable import duration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
-from multitask_rl.models.actor import use_template
 from multitask_rl.run import estimate
 from multitask_rl.run.plan import plan_run
 
@@ -25,7 +24,6 @@ def foretell(config: RunConfig) -> bool:
     shape = estimate.read_shape(config.model)
     trust = config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path, trust_remote_code=trust)
-    use_template(tokenizer, config.model)
     work = estimate.step_workload(plan, tokenizer)
     device = plan.devices.get("actor", "") or ("cuda" if count_cuda_devices() else "cpu")
     print(plan.describe())

@@ -76,9 +76,6 @@ class ModelConfig(Settings):
     ``yarn`` and ``dynamic``; further keys are ``rope_parameters`` of ``transformers``. Empty = unchanged."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for models whose code you have read."""
-    chat_template: str = ""
-    """Jinja file with a chat template in place of the tokenizer's, which checkpoints keep; for a model that
-    has none, or one without tools. Empty = the tokenizer's own."""
     reference_decay: Fraction = 1.0
     """After each step the reference of the KL becomes decay * reference + (1 - decay) * actor; 1 = the
     initial actor for the whole run."""

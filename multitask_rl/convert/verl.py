@@ -103,7 +103,7 @@ REASONS: Mapping[str, str] = {
     r"actor_rollout_ref.rollout\.multi_turn\..*|actor_rollout_ref.rollout\.agent\..*|"
     r"data\.(tool|function_tool).*": ("turns and tools: environment of a task (docs/environments.md)"),
     r"actor_rollout_ref.rollout\..*": "the engine has its own keys: rollout.engine_config",
-    r"actor_rollout_ref.model\.custom_chat_template": "write it to a file: model.chat_template",
+    r"actor_rollout_ref.model\.custom_chat_template": "a file chat_template.jinja in the model's directory",
     r"actor_rollout_ref.model\..*": "no counterpart for the model",
     r"critic\..*": (
         "the critic shares batches, optimizer and schedule with the actor, except its learning rate"

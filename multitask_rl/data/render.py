@@ -80,7 +80,7 @@ class Conversation:
         if spec.chat and not has_template:
             raise ConfigError(
                 f"{spec.where}.chat is true, but the tokenizer has no chat "
-                f"template; set chat: false, or give one (model.chat_template=FILE)"
+                f"template; set chat: false, or put one as chat_template.jinja into the model's directory"
             )
         self._task = spec.name
         self._tokenizer = tokenizer
@@ -156,7 +156,7 @@ class Conversation:
             # the template's text holds the begin-of-sequence token; the tokenizer must not add a second one
             text, begun = self._template(said.row), True
         else:
-            text = "\n\n".join(str(m["content"]) for m in (*self._own, *said.row))
+            text = "\n\n".join(str(m["content"] or "") for m in (*self._own, *said.row))
             bos = self._tokenizer.bos_token
             begun = bool(bos) and text.startswith(str(bos))
         return said.shown(text), said.encode(text, self._tokenizer, begun=begun)
@@ -358,7 +358,7 @@ def check_template(spec: TaskSpec, tokenizer: PreTrainedTokenizerBase) -> None:
         given.append(("tools_column", "tools"))
     for key, name in given:
         if not is_chat:
-            reason = "the tokenizer has no chat template; give one (model.chat_template=FILE), or"
+            reason = "the tokenizer has no chat template (a file chat_template.jinja would be one);"
             reason = "chat is false;" if spec.chat is False else reason
             raise ConfigError(f"{spec.where}.{key}: has no effect, because {reason} leave it out")
         if name not in words:
@@ -393,8 +393,19 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     if len(pieces) != 1 or pieces[0][0] or pieces[0][1] is None:
         return []
     value = row.get(pieces[0][1])
-    is_chat = isinstance(value, list) and all(isinstance(m, dict) and "content" in m for m in value)
-    return value if is_chat else []  # type: ignore[return-value]
+    if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
+        return []
+    if any(isinstance(message["content"], list) for message in value):
+        return [{**message, "content": _joined(message["content"])} for message in value]
+    return value
+
+
+def _joined(content: Any) -> Any:
+    """Return content in parts of text, as OpenAI writes it, as one text; any other content as it is."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+    return "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else content
 
 
 def _ends_with_answer(spec: TaskSpec, row: Row) -> bool:
@@ -416,10 +427,15 @@ def _last_message(spec: TaskSpec, row: Row) -> str | None:
     return str(messages[-1]["content"]) if _end_with_answer(messages) else None
 
 
-def _check_roles(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ``DataError`` if a message has no role, or one that is a known role written otherwise."""
+def _check_messages(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ``DataError`` for content that is no text, no role, or a known role written otherwise."""
     for index, message in enumerate(messages):
-        role = message.get("role")
+        role, content = message.get("role"), message["content"]
+        if not isinstance(content, str | None):
+            raise DataError(
+                f"{spec.where}: the content of message {index + 1} of row {row_id(row)!r} is "
+                f"{_cut(repr(content))}; expected a text: the actor reads nothing else"
+            )
         if role in _ROLES:
             continue
         word = str(role).lower()
@@ -571,7 +587,7 @@ def check_rows(
             )
         prompt = render_content(spec, row)
         if isinstance(prompt, list):
-            _check_roles(spec, row, prompt)
+            _check_messages(spec, row, prompt)
             if spec.answer == spec.prompt and _last_message(spec, row) is None:
                 raise DataError(
                     f"{spec.where}.answer: the chat of row {row_id(row)!r} ends with no message of the "

@@ -22,7 +22,7 @@ from multitask_rl.attention.float32 import use_float32_attention
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.config.schema.ranges import suggest
-from multitask_rl.errors import CheckpointError, ConfigError, path_errors
+from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.lora import (
     add_adapters,
@@ -649,21 +649,9 @@ def unwrap_model(model: Any) -> Any:
     return plain.to(next(iter(whole.values())).device)
 
 
-def use_template(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    """Give ``tokenizer`` the chat template of ``config``, if it names one.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    if config.chat_template:
-        with path_errors("model.chat_template", config.chat_template, "a text file with a Jinja template"):
-            tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
-
-
 def _prepare(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, seed: int
 ) -> Actor:
-    use_template(tokenizer, config)
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:

@@ -296,8 +296,8 @@ def build_task_states(
         if is_chat and spec.chat is None and not actor.tokenizer.chat_template:
             task.warnings.append(
                 "its prompts are chat messages, but the tokenizer has no chat template: their texts are "
-                "joined by empty lines, without roles. Give a template (model.chat_template=FILE), or accept "
-                "it with chat: false"
+                "joined by empty lines, without roles. Put a template as chat_template.jinja into the "
+                "model's directory, or accept it with chat: false"
             )
         if spec.system and not (actor.tokenizer.chat_template and spec.chat is not False):
             reason = "chat is false" if spec.chat is False else "the tokenizer has no chat template"

@@ -570,6 +570,24 @@ def test_answers_at_the_end_of_prompts_are_warned_of_unless_all_are_the_same() -
     assert "row 'r0': '4'" in warning
 
 
+@pytest.mark.parametrize("template", [CHAT, None])
+def test_content_in_parts_of_text_is_read_as_one_text(template: str | None) -> None:
+    """OpenAI's form; templates of text models would write the list as Python does."""
+    tokenizer = build_tokenizer(template)
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=", "image": None}]
+    for content in ("1+1=", parts):
+        row = {"prompt": [{"role": "user", "content": content}]}
+        check_rows(spec(), [row])
+        conversation = Conversation(spec(), row, tokenizer, suffix="?")
+        assert conversation.text == ("<s>[user]1+1=?\n[assistant]" if template else "1+1=?")
+
+
+def test_content_that_is_no_text_is_refused() -> None:
+    parts = [{"type": "text", "text": "what?"}, {"type": "image", "url": "a.png"}]
+    with pytest.raises(DataError, match=r"content of message 1 of row 'r1' is .*expected a text"):
+        check_rows(spec(), [{"id": "r1", "prompt": [{"role": "user", "content": parts}]}])
+
+
 @pytest.mark.parametrize("answer", ["", "{prompt}"])
 def test_the_last_message_of_a_chat_is_the_answer_that_sft_trains_on(answer: str) -> None:
     own, tokenizer = spec(type="sft", answer=answer), build_tokenizer(CHATML)

@@ -8,7 +8,6 @@ from model_builders import build_tokenizer
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.render import render_prompt
-from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
 
 MODELS = {
@@ -50,19 +49,12 @@ def test_bfloat16_is_warned_of_where_the_cpu_emulates_it(setting, tmp_path, monk
     assert [f"model.{name}=" in text and "60 times as long" in text for text in told[0]] == [True]
 
 
-def test_a_chat_template_of_a_file_replaces_the_model_s_and_is_saved(tmp_path):
+def test_a_chat_template_in_the_model_s_directory_is_read_and_saved(tmp_path):
     MODELS["attention of its own"]().save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
-    file, saved = tmp_path / "own.jinja", tmp_path / "saved"
-    file.write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
-    config = ModelConfig(name_or_path=str(tmp_path), chat_template=str(file))
-    actor = load_actor(config, "cpu")
-    row = {"prompt": "ab"}
-    assert render_prompt(TaskSpec(name="t"), row, actor.tokenizer)[0] == "<ab>"
-    actor.save(saved)
-    again = load_actor(ModelConfig(name_or_path=str(saved)), "cpu")
-    assert render_prompt(TaskSpec(name="t"), row, again.tokenizer)[0] == "<ab>"
-    with pytest.raises(ConfigError, match=r"model\.chat_template .*absent\.jinja.* does not exist"):
-        load_actor(
-            ModelConfig(name_or_path=str(tmp_path), chat_template=str(tmp_path / "absent.jinja")), "cpu"
-        )
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
+    actor = load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu")
+    actor.save(tmp_path / "saved")
+    again = load_actor(ModelConfig(name_or_path=str(tmp_path / "saved")), "cpu")
+    for tokenizer in (actor.tokenizer, again.tokenizer):
+        assert render_prompt(TaskSpec(name="t"), {"prompt": "ab"}, tokenizer)[0] == "<ab>"
