@@ -1,4 +1,4 @@
-"""Tables and plots of ``docs/speed.md``, and the README's sentence, from the files in ``benchmarks/results``.
+"""Tables of ``docs/speed.md`` and ``examples/smollm2``, plots, the README's sentence, from the result files.
 
 python benchmarks/tables.py            # print the tables
 python benchmarks/tables.py --write    # write them between the pages' marks, the plots into docs/figures
@@ -7,16 +7,20 @@ python benchmarks/tables.py --write    # write them between the pages' marks, th
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from claims.base import table
 from result_files import by_delay, compiled, read, sort_steps
+from scipy.stats import t
 
 RESULTS = Path(__file__).with_name("results")
 ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "smollm2" / "README.md"
 PAGE, README, FIGURES = ROOT / "docs" / "speed.md", ROOT / "README.md", ROOT / "docs" / "figures"
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
 
@@ -28,9 +32,9 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="into docs/speed.md")
     if not parser.parse_args().write:
-        sys.stdout.write(render() + "\n")
+        sys.stdout.write(f"{render()}\n\n{chat_example()}\n")
         return
-    for page, text in ((PAGE, render()), (README, headline())):
+    for page, text in ((PAGE, render()), (README, headline()), (EXAMPLE, chat_example())):
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         page.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
     import plots
@@ -53,6 +57,34 @@ def headline(results: Path = RESULTS) -> str:
         f"one of TRL and {mixed[1]} times as fast as one of a bare torch loop. Where all have one length,\n"
         f"it is {fixed[0]} and {fixed[1]} times as fast (two CPU cores, small actors)."
     )
+
+
+def chat_example(results: Path = RESULTS) -> str:
+    """Return the table of ``make real``: means over the seeds, intervals of prompts and of seeds (95 %)."""
+    file = read(results / "smollm2_real.json")
+    runs = [run["tests"] for run in file["runs"][: file["in the table"]]]
+    rows: list[Sequence[str]] = []
+    for test in runs[0]:
+        own = [run[test] for run in runs]
+        before, after = (fmean(run[key][0] for run in own) for key in ("before", "after"))
+        gains = [run["difference"][0] for run in own]
+        # of the runs' intervals, which are of prompts alone
+        error = math.hypot(*((high - low) / 2 for _, low, high in (run["difference"] for run in own))) / len(
+            own
+        )
+        student = t.ppf(0.975, len(own) - 1) * stdev(gains) / math.sqrt(len(own))
+        mean = fmean(gains)
+        ends = (f"[{mean - half:+.3f}, {mean + half:+.3f}]" for half in (error, student))
+        verdicts = ", ".join(run["verdict"] for run in own)
+        rows.append(
+            [f"`{test}`", own[0]["metric"], f"{before:.3f}", f"{after:.3f}", f"{mean:+.3f}", *ends, verdicts]
+        )
+        for name in ("reward/refusal", "reward/over_refusal", "violation_rate"):
+            if name in own[0]["others"]:
+                pairs = zip(*(run["others"][name] for run in own), strict=True)
+                rows.append(["", name, *(f"{fmean(values):.3f}" for values in pairs), "", "", "", ""])
+    header = ["test", "metric", "before", "after", "difference", "prompts", "seeds", "verdicts"]
+    return table(header, rows)
 
 
 def render(results: Path = RESULTS) -> str:

@@ -408,11 +408,6 @@ def _joined(content: Any) -> Any:
     return "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else content
 
 
-def _ends_with_answer(spec: TaskSpec, row: Row) -> bool:
-    """Whether the row's prompt ends with a message of the assistant."""
-    return _last_message(spec, row) is None and _end_with_answer(_messages(spec, row))
-
-
 def _end_with_answer(messages: Sequence[Mapping[str, Any]]) -> bool:
     return bool(messages) and messages[-1].get("role") == "assistant"
 
@@ -449,10 +444,14 @@ def _check_messages(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, An
 
 def _given_answers(spec: TaskSpec, rows: Rows) -> str:
     """Return a warning if the chats of ``rows`` end with answers that differ; else ""."""
-    if spec.environment or isinstance(rows, GeneratedRows) or not _ends_with_answer(spec, rows[0]):
+
+    def end(row: Row) -> str | None:
+        chat = render_content(spec, row)
+        return str(chat[-1]["content"]) if isinstance(chat, list) and _end_with_answer(chat) else None
+
+    if spec.environment or isinstance(rows, GeneratedRows) or end(rows[0]) is None:
         return ""
-    chats = (_messages(spec, row) for row in rows if _ends_with_answer(spec, row))
-    ends = [str(chat[-1]["content"]) for chat in chats]
+    ends = [content for row in rows if (content := end(row)) is not None]
     if len(set(ends)) == 1:
         return ""
     return (

@@ -12,10 +12,14 @@ ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import plots  # noqa: E402
-from tables import BEGIN, END, FIGURES, PAGE, README, RESULTS, headline, render  # noqa: E402
+from tables import BEGIN, END, EXAMPLE, FIGURES, PAGE, README, RESULTS, chat_example, headline, render  # noqa: E402
 
 
-@pytest.mark.parametrize(("page", "text"), [(PAGE, render()), (README, headline())], ids=["page", "readme"])
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [(PAGE, render()), (README, headline()), (EXAMPLE, chat_example())],
+    ids=["page", "readme", "example"],
+)
 def test_what_stands_between_the_marks_is_computed_from_the_results(page: Path, text: str) -> None:
     written = page.read_text(encoding="utf-8")
     assert f"{BEGIN}\n{text}\n{END}" in written, "run: python benchmarks/tables.py --write"
