@@ -30,6 +30,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.models.actor import Actor, compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
+from multitask_rl.products import multiply_with_onednn
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
 from multitask_rl.rollout.snapshot import build_engine
@@ -288,6 +289,7 @@ class Replica(Rank):
 
     def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
         torch.set_num_threads(setup.num_threads)
+        multiply_with_onednn()
         self._channel = channel
         self._engine: RolloutEngine | None = None
         main, own = setup.devices[0], setup.devices[rank]

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from model_builders import build_actor, build_model, build_tokenizer
+from multitask_rl import products
 from multitask_rl.attention import block as block_attention
 from multitask_rl.attention.block import BLOCKS, Block, Blocks, mask_of
 from multitask_rl.attention.interface import use_attention
@@ -30,6 +31,12 @@ from multitask_rl.training.forward import forward_tokens, split_head
 from multitask_rl.training.microbatch import build_microbatches
 from multitask_rl.training.runner import ActivationOffload, ModelRunner
 from multitask_rl.training.shared_prompt import cut_by_length, supports_shared_prompts
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["kernel", "products"])
+def _attention(request, monkeypatch):
+    """Run every test with torch's kernel of attention, and with plain products."""
+    monkeypatch.setattr(products, "with_onednn", request.param)
 
 
 def cost(lengths, sizes, own_cells):

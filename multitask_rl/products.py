@@ -1,0 +1,46 @@
+"""Which library multiplies float32 matrices on a CPU.
+
+On AMD's CPUs with AVX-512 torch's own choice, MKL, takes its instructions for AVX2 and reaches less than half
+of the rate of oneDNN (``python benchmarks/chat_speed.py``). torch gives products to oneDNN where the
+precision of float32 products is ``medium``, which allows oneDNN to multiply in bfloat16. oneDNN does so only
+on CPUs with AMX; on others it multiplies in float32.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+EXACT = 1e-5
+"""Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
+
+with_onednn = False
+"""oneDNN multiplies float32 in this process."""
+
+
+def multiply_with_onednn() -> None:
+    """Let oneDNN multiply this process's float32 matrices where that is faster and as exact.
+
+    That is on an AMD CPU with AVX-512 and without a GPU, if a small product has the precision of float32. A
+    process that has not imported torch, or has chosen a precision itself, stays as it is.
+    """
+    global with_onednn
+    torch: Any = sys.modules.get("torch")
+    if with_onednn or torch is None or torch.cuda.is_available():
+        return
+    known = torch.cpu.get_capabilities()
+    if not (known.get("avx512_f") and str(known.get("cpu_name", "")).startswith("AMD")):
+        return
+    try:
+        chosen = torch.get_float32_matmul_precision()
+    except RuntimeError:  # another backend than cuda has a precision of its own
+        return
+    if chosen != "highest":
+        return
+    torch.set_float32_matmul_precision("medium")
+    left = torch.arange(4096.0).cos().view(64, 64)
+    exact = left.double() @ left.double()
+    if float(((left @ left) - exact).abs().max() / exact.abs().max()) <= EXACT:
+        with_onednn = True
+    else:
+        torch.set_float32_matmul_precision(chosen)
