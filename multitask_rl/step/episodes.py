@@ -310,7 +310,17 @@ class Episodes:
         episode.conversation, episode.context_ids = conversation, prompt.prompt_ids
         episode.rollout = replace(episode.rollout, prompt=prompt)
         episode.following.messages = [dict(m) for m in opening.messages]
-        episode.max_tokens, episode.stop = opening.max_tokens, tuple(opening.stop)
+        self._limit(episode, opening)
+
+    def _limit(self, episode: Episode, said: Opening | StepResult) -> None:
+        """Take the world's limits on the next answer; ``DataError`` for stop strings beside a grammar."""
+        if said.stop and episode.slot.sampling.grammar:
+            told = ", ".join(map(repr, said.stop))
+            raise DataError(
+                f"task {episode.slot.task!r}: the environment gives the stop strings {told}, and the task "
+                "has a grammar, which decides where an answer ends; leave one of them out"
+            )
+        episode.max_tokens, episode.stop = said.max_tokens, tuple(said.stop)
 
     def _hear(self, episode: Episode, said: StepResult) -> bool:
         """Take the world's reply; return whether the actor answers again, else end the episode.
@@ -345,7 +355,7 @@ class Episodes:
                 messages=[dict(m) for m in next_answer.messages],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
-            episode.max_tokens, episode.stop = next_answer.max_tokens, tuple(next_answer.stop)
+            self._limit(episode, next_answer)
             # a world with tools refuses calls beyond the limit; another may report more
             out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
             is_cut = episode.number >= spec.max_turns or out_of_calls or self._room(episode) < 1

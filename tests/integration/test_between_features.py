@@ -222,6 +222,28 @@ def test_a_task_whose_world_always_fails_ends_the_run_as_failing_rewards_do(tmp_
         train(run_config(tmp_path, "out", 2, **SMALL))
 
 
+def test_a_world_that_gives_stop_strings_beside_a_grammar_is_told_as_a_failure(tmp_path):
+    """As ``sampling.stop`` beside a grammar, which is refused at the start."""
+    game = """
+  game:
+    dataset: digit.jsonl
+    environment: worlds.py:Stops
+    constraints: [{mode: grammar, config: {regex: "[abc]{2}"}}]
+"""
+    write_run(tmp_path, COPY + game, num_rows=40)
+    (tmp_path / "worlds.py").write_text(
+        "from multitask_rl.environments.base import StepResult\n\n\n"
+        "class Stops:\n"
+        "    def reset(self, row):\n        self.turn = 0\n        return []\n\n"
+        "    def step(self, message):\n"
+        "        self.turn += 1\n"
+        "        again = [{'role': 'user', 'content': 'on'}]\n"
+        "        return StepResult(messages=again, done=self.turn > 1, reward=1.0, stop=['b'])\n"
+    )
+    with pytest.raises(RewardError, match=r"'game'.*stop strings 'b'.*grammar"):
+        train(run_config(tmp_path, "out", 2, **SMALL))
+
+
 def test_scores_of_other_tasks_are_not_compared_for_the_best_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, 4)
     for step, score, of in ((2, 0.2, ["a"]), (4, 0.1, ["a", "b"]), (6, 0.15, ["a", "b"]), (8, None, [])):
