@@ -38,7 +38,7 @@ class AnchorState:
     """What later evaluations of an anchor are compared with; set at its first evaluation."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
-    """``Prompt.row_id`` -> response of the actor at that time."""
+    """``Prompt.row_id``, with a hash of the row if several have it -> response of the actor at that time."""
     measured: list[str] = field(default_factory=list)
     """What ``solved`` is of (``definitions.measured``); empty before the first evaluation."""
     solved: list[float] = field(default_factory=list)
