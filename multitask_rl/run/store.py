@@ -265,6 +265,9 @@ class RunStore:
             self.checkpoints.rename_tasks({old: name for name, own in former.items() for old in own})
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
+            for known in self.checkpoints.entries.values():
+                if guard is not None and (known.judged_by or before) != now:
+                    known.judged_good = None  # by another guard
         run_id = found.state["run_id"] if is_own else None
         if track and is_own:
             here = self._output_dir.resolve()
@@ -343,14 +346,15 @@ class RunStore:
         """
         self._check_owned()
         beside = {
-            "guard_class": class_id(type(guard)),
+            "guard_class": guard_class,
+        guard_class = class_id(type(guard))
             "run_id": run_id,
             "directory": str(self._output_dir.resolve()),
             "records": record_lengths(self._output_dir),
             "code": self.code.versions,
         }
         return self.checkpoints.save(
-            entry,
+            dataclasses.replace(entry, judged_by=guard_class if guard is not None else ""),
             save_actor=state.actor.save,
             tensors=state.tensors(),
             state={**state.state_dict(), **beside},
