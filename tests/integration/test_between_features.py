@@ -551,6 +551,29 @@ def test_a_rollback_past_a_renaming_keeps_the_state_of_the_task(tmp_path, names)
             assert state.unmeasured == []
 
 
+def test_a_new_task_does_not_take_the_name_under_which_the_records_know_another(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=60)
+    renamed = DIGIT.replace("digit: {", "number: {renamed_from: digit, ")
+    for steps, tasks in ((2, COPY + DIGIT), (4, COPY + renamed)):
+        (tmp_path / "tasks.yaml").write_text(tasks)
+        train(run_config(tmp_path, "out", steps, **SMALL))
+    both = COPY + DIGIT.replace("digit:", "number:") + DIGIT.replace("digit.jsonl", "copy.jsonl")
+    (tmp_path / "tasks.yaml").write_text(both)
+    with pytest.raises(ConfigError, match=r"tasks\.digit: .* task 'number'; .* another name"):
+        train(run_config(tmp_path, "out", 6, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT.replace("digit: {", "digit: {renamed_from: number, "))
+    train(run_config(tmp_path, "out", 6, **SMALL))
+    assert list(read_run(tmp_path / "out").evaluations) == ["copy", "digit"], "its own former name"
+
+
+def test_a_renamed_from_that_is_left_out_is_no_changed_setting(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=60)
+    for steps, name in ((2, "digit: {"), (4, "number: {renamed_from: digit, "), (4, "number: {")):
+        (tmp_path / "tasks.yaml").write_text(COPY + DIGIT.replace("digit: {", name))
+        trainer = train(run_config(tmp_path, "out", steps, **SMALL))
+    assert trainer.events == []
+
+
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):
     """A resume scales the reward: no fall for the guard, nothing for ``report`` or ``compare``."""
     anchor = "  kept: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:is_short], solved_at: 0.1}\n"
