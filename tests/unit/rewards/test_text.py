@@ -30,6 +30,8 @@ def test_an_empty_cell_is_told_from_a_missing_column():
         (" <think>3?</think>4", "q<think>", "4"),
         ("3?</think>4", "q<think>\n", "4"),
         ("3?", "q<think>\n", "3?"),
+        ("3?</think>4", "q<think>\nLet me see: ", "4"),
+        ("3?</think>4", "q<think>\n</think>\nSo: ", "3?</think>4"),
         ("<think>3?", "q", ""),
         ("4", "q<think>\n\n</think>\n\n", "4"),
         ("a, b</think>4", "q", "a, b</think>4"),
