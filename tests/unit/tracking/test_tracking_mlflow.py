@@ -326,6 +326,31 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
         assert tags["metrics_not_finite"] == "2", "those that were not finite before the checkpoint"
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_resumed_run_that_no_checkpoint_names_is_found_by_its_directory_and_record(
+    tmp_path: Path, is_own: bool
+) -> None:
+    """MLflow came back, and a kill came before a checkpoint; or a finished copy made no step."""
+    first = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    record = JsonlTracker(tmp_path / "run", TrackingConfig(), None)
+    first.start({})
+    for step in (0, 1, 2):
+        numbers = {"x": float(step), "time/step_s": 0.5 + step}
+        first.log_metrics(numbers, step)
+        record.log_metrics(numbers if is_own else {**numbers, "time/step_s": 0.25}, step)
+    first.finish("failed")
+    first._client.update_run(str(first.run_id), status="RUNNING")
+    second = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    second.start({}, resume_step=2)
+    second.log_metrics({"x": 3.0}, 3)
+    second.finish("finished")
+    assert (second.run_id == first.run_id) == is_own, "else it is of a former run in the directory"
+    assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(4)]
+    own = second._client.search_runs(["1"])
+    statuses = {run.info.run_id: run.info.status for run in own}
+    assert statuses == {first.run_id: "KILLED", second.run_id: "FINISHED"}
+
+
 def test_runs_that_a_kill_left_are_ended_or_if_they_made_no_step_deleted(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
