@@ -37,6 +37,8 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -251,16 +253,19 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     for name in ("events.jsonl", *_KEPT_FILES):
         if name in present:
             client.download_artifacts(run_id, name, str(directory))
-    with (directory / "metrics.jsonl").open("w", encoding="utf-8") as stream:
-        for name in run.data.metrics:
-            if name.startswith("task/") and name.endswith("/weight"):
-                course: list[Any] = []
-                for point in client.get_metric_history(run_id, name):
-                    while course and course[-1].step >= point.step:  # a rollback undid these
-                        course.pop()
-                    course.append(point)
-                for point in course:
-                    stream.write(dump_line({"step": point.step, name: point.value}))
+    points = [
+        (point.timestamp, point.step, name, point.value)
+        for name in run.data.metrics
+        if name.startswith("task/") and name.endswith("/weight")
+        for point in client.get_metric_history(run_id, name)
+    ]
+    rows: dict[int, dict[str, float]] = {}
+    for (_, step), own in groupby(sorted(points), key=itemgetter(0, 1)):
+        if rows and step <= max(rows):  # a rollback undid these; tasks may have had other names then
+            rows = {at: row for at, row in rows.items() if at < step}
+        rows[step] = {name: value for *_, name, value in own}
+    lines = (dump_line({"step": step, **row}) for step, row in rows.items())
+    (directory / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _answer(text: str) -> dict[str, Any]:

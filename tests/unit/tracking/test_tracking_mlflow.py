@@ -26,6 +26,7 @@ from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
+from multitask_rl.tracking.reading import read_run
 from reward_builders import rollout
 
 pytestmark = [
@@ -634,6 +635,25 @@ def test_rows_weights_and_rollouts_are_what_mlflow_calls_them(
         "messages": [{"role": "user", "content": scored[0].rollout.prompt.text}]
     }
     assert not [r.getMessage() for r in caplog.records if "takes no" in r.getMessage()]
+
+
+def test_what_a_rollback_past_a_renaming_undid_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text('tasks: {new: {former_names: ["old"]}}')
+    line = {"step": 0, "task": "new", "metric": "reward", "values": [1.0], "direction": "higher"}
+    (tmp_path / "run" / "evaluations.jsonl").write_text(f"{json.dumps(line)}\n")
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    for task, steps, weight in (("old", (1, 2, 3), 0.1), ("new", (4, 5), 0.2), ("new", (2,), 0.3)):
+        for step in steps:
+            tracker.log_metrics({f"task/{task}/weight": weight, "task/other/weight": 1.0 - weight}, step)
+            time.sleep(0.002)  # points have milliseconds
+    tracker.finish("finished")
+    (tmp_path / "fetched").mkdir()
+    adapter.fetch_run(tracker.uri, str(tracker.run_id), tmp_path / "fetched")
+    found = read_run(tmp_path / "fetched").weights
+    assert found["new"] == {1: 0.1, 2: 0.3}
+    assert found["other"] == {1: 0.9, 2: 0.7}
 
 
 def test_a_run_without_a_name_is_told_apart_by_its_directory(tmp_path: Path) -> None:
