@@ -27,18 +27,18 @@ def strip_thinking(text: str, prompt: str | None = None) -> str:
     """Return ``text`` without its thoughts, which stand from each ``<think>`` to the next ``</think>``.
 
     Thoughts at the beginning that do not end are the whole text: nothing is left. Elsewhere a ``<think>``
-    without an end begins none. If ``prompt`` ends with ``<think>``, the text begins with thoughts. With a
-    prompt whose last ``<think>`` has no end, and without a prompt, it does if a ``</think>`` comes before any
-    ``<think>``.
+    without an end begins none. If the last ``<think>`` of ``prompt`` has no end, the text begins with
+    thoughts. Without a prompt it does if a ``</think>`` comes before any ``<think>``.
 
     >>> strip_thinking("<think>is it 3?</think> 4")
     ' 4'
     >>> strip_thinking("So 3, </think> 4", prompt="What is 2 + 2?")
     'So 3, </think> 4'
     """
-    may_be_open = prompt is None or prompt.rfind("<think>") > prompt.rfind("</think>")
-    is_open = may_be_open and "</think>" in text.partition("<think>")[0]
-    is_open = is_open or (prompt or "").rstrip().endswith("<think>")
+    if prompt is None:
+        is_open = "</think>" in text.partition("<think>")[0]
+    else:
+        is_open = "<think>" in prompt and "</think>" not in prompt.rpartition("<think>")[2]
     text, kept = f"<think>{text}" if is_open else text, ""
     while "<think>" in text:
         before, _, rest = text.partition("<think>")

@@ -48,7 +48,8 @@ def test_the_prompt_says_whether_thoughts_are_open(response, prompt, answer):
 
 def test_thoughts_that_a_limit_cut_leave_no_answer():
     for reason, answer in (("length", ""), ("flagged", ""), ("stop", "3?")):
-        assert answer_of(replace(rollout("3?", "q<think>\n"), finish_reason=reason)) == answer
+        for prompt in ("q<think>\n", "q<think>\nLet me see: "):
+            assert answer_of(replace(rollout("3?", prompt), finish_reason=reason)) == answer
 
 
 @pytest.mark.parametrize(("reply", "answer"), [("3?</think>4", "4"), ("<think>3?</think>4", "4"), ("4", "4")])
