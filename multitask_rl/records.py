@@ -147,6 +147,8 @@ class Prompt:
     """The prompt as the model sees it, after template and chat template."""
     prompt_ids: list[int]
     """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
+    is_conditioned: bool = False
+    """``Algorithm.condition`` has changed ``prompt_ids``; so it does the other contexts of an episode."""
     given_ids: list[int] | None = None
     """[T] the row's answer, which is trained on (type ``sft``); None = a response is sampled."""
     position: int = 0

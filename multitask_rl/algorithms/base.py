@@ -213,7 +213,10 @@ class Algorithm:
         """
 
     def condition(self, prompt_ids: list[int], *, evaluation: bool) -> list[int]:
-        """Return the context to sample from. Default: the prompt as it is."""
+        """Return the context to sample from. Default: the prompt as it is.
+
+        Called when a prompt is drawn; for the other contexts of an episode only if that changed the prompt.
+        """
         return prompt_ids
 
     def is_informative(self, rewards: Sequence[float]) -> bool:

@@ -131,7 +131,9 @@ class RewardConditioned(Algorithm):
                 for turn in old.turns
             ]
             rollout = Rollout(
-                prompt=replace(old.prompt, row={}, text="", position=0, prompt_ids=prompt_ids),
+                prompt=replace(
+                    old.prompt, row={}, text="", position=0, prompt_ids=prompt_ids, is_conditioned=False
+                ),
                 sample=old.sample,
                 response_ids=list(old.response_ids),
                 finish_reason=old.finish_reason,

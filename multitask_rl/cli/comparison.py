@@ -37,6 +37,7 @@ from multitask_rl.lazy import without_collector
 from multitask_rl.report.comparison_page import render_comparison_page
 from multitask_rl.report.differences import (
     IGNORED,
+    IGNORED_OF_TASKS,
     Pair,
     are_alike,
     difference_rows,
@@ -246,7 +247,7 @@ def group_runs(
             if not (
                 key == "seed"
                 or key.startswith(IGNORED)
-                or key.endswith((".source", ".former_names"))
+                or key.endswith(IGNORED_OF_TASKS)
                 or any(fnmatch(key, pattern) or fnmatch(key, f"{pattern}.*") for pattern in ignore)
             )
         }

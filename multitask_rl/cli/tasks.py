@@ -169,7 +169,7 @@ def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
     """
     _play_a_turn({name: spec for name, spec in specs.items() if spec.environment}, first)
     try:
-        _score_a_row(specs, first)
+        return _score_a_row(specs, first)
     except UnavailableError:
         warnings = []
         for name, spec in specs.items():
@@ -184,7 +184,6 @@ def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
                     where = "" if said else f"{spec.where}: "
                     warnings.append(f"{where}{error} train refuses it on this machine.")
         return warnings
-    return []
 
 
 def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
@@ -217,7 +216,8 @@ def _answer_to(row: Mapping[str, Any]) -> str:
     return reference if isinstance(reference, str) else "4"
 
 
-def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
+def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
+    """Score and judge one answer to each row; return a warning per task to which no reward applies."""
     rollouts = []
     for name in specs:
         if name in first:
@@ -225,7 +225,8 @@ def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> Non
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
     with RewardPool(specs, scoring, seed=0, devices={}) as pool:
         found: list[tuple[str, Mapping[str, object]]]
-        found = [(s.rollout.prompt.task, s.breakdown) for s in pool.score(rollouts)]
+        scored = pool.score(rollouts)
+        found = [(s.rollout.prompt.task, s.breakdown) for s in scored]
         found += [(r.prompt.task, v) for r, v in zip(rollouts, pool.judge(rollouts), strict=True)]
     for name, results in found:
         for plugin, result in results.items():
@@ -234,6 +235,14 @@ def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> Non
                     f"{specs[name].where}: {plugin!r} fails on the first row "
                     f"({result.kind.value}: {result.message}); --quick validates without calling it"
                 )
+    # the answer to a world's prompt is no episode, which the world would have scored
+    unscored = [s for s in scored if s.failure is not None and not specs[s.rollout.task].environment]
+    return [
+        f"{specs[s.rollout.task].where}: none of its rewards applies to the first row: "
+        f"{', '.join(s.breakdown)} returned None for the answer {s.rollout.response!r}. Such a response "
+        "counts as failed; return a number, 0 for a wrong answer, or leave out rows that no reward is for"
+        for s in unscored
+    ]
 
 
 def _is_nothing(value: object) -> bool:

@@ -128,7 +128,16 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if spec.environment:
         check_entry_point(where.at("environment"), "multitask_rl.environments", spec.environment)
     for index, reward in enumerate(spec.rewards):
-        _check_plugin(where.at("rewards", index), "multitask_rl.rewards", reward.plugin)
+        place = where.at("rewards", index)
+        _check_plugin(place, "multitask_rl.rewards", reward.plugin)
+        value = reward.config.get("unfinished") if reward.plugin == "environment" else None
+        if reward.range is not None and isinstance(value, (int, float)):
+            low, high = reward.range
+            if not low <= value <= high:  # each episode that a limit ends would be a failure
+                raise ConfigError(
+                    f"{place.at('config', 'unfinished')}: {value:g} is outside the range [{low:g}, {high:g}] "
+                    "of the reward; give a value within it, or widen 'range'"
+                )
     has_grammar = False
     for index, constraint in enumerate(spec.constraints):
         place = where.at("constraints", index)

@@ -96,6 +96,8 @@ class Conversation:
             system = [{"role": "system", "content": spec.system}]
             if self._own[0].get("role") == "system":  # models are trained with one
                 del self._own[0]
+        if self._is_chat and _end_with_answer(self._own[1:]) and not (self._own[-1]["content"] or "").strip():
+            del self._own[-1]  # an empty answer begins as any answer does
         self._system = system
         self._said: list[Mapping[str, Any]] = [dict(m) for m in messages]
         """Messages of the world and answers behind the prompt."""

@@ -412,6 +412,10 @@ def _read_request(body: Any) -> Request:
         raise RefusedError(400, "only n=1: every request is one turn of one episode")
     if body.get("functions"):
         raise RefusedError(400, "'functions' is not known; give 'tools'")
+    if body.get("chat_template_kwargs"):
+        raise RefusedError(
+            400, "'chat_template_kwargs' is a key of the task: set it in the tasks file, not in a request"
+        )
     messages = []
     for message in body["messages"]:
         if not isinstance(message, dict) or message.get("role") not in _ROLES:

@@ -229,14 +229,20 @@ def _checked_earned(earned: Any) -> Earned:
     """Return numbers of usual size; a part of None is unscored and left out."""
     try:
         if isinstance(earned, Mapping):
-            parts = {str(name): float(value) for name, value in earned.items() if value is not None}
+            parts = {str(name): _number(value) for name, value in earned.items() if value is not None}
         else:
-            parts = {} if earned is None else {"": float(earned)}
+            parts = {} if earned is None else {"": _number(earned)}
     except (TypeError, ValueError) as error:
         raise TypeError(f"the reward {earned!r} is no number, no mapping of numbers, and not None") from error
     if not all(abs(value) <= _LARGEST for value in parts.values()):
         raise ValueError(f"the reward {earned!r} is not finite, or larger than {_LARGEST:g}")
     return parts.get("") if not isinstance(earned, Mapping) else parts or None
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes):  # as in a reward's result
+        raise TypeError("text")
+    return float(value)
 
 
 def _plain(value: Any) -> Any:

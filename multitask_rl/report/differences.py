@@ -21,6 +21,8 @@ from multitask_rl.tracking.reading import Evaluation, RunRecord
 Key = TypeVar("Key", bound=Hashable)
 IGNORED = ("output_dir", "tracking.", "num_threads", "checkpoint.resume", "tasks_file")
 """Configuration that has no effect on what a run computes; tasks are recorded whole, with their places."""
+IGNORED_OF_TASKS = (".source", ".renamed_from", ".former_names")
+"""Ends of such keys of tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,5 +130,5 @@ def config_difference(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict
         key: [first.get(key), second.get(key)]
         for key in sorted({*first, *second})
         if first.get(key) != second.get(key)
-        and not (key.startswith(IGNORED) or key.endswith((".source", ".former_names")))
+        and not (key.startswith(IGNORED) or key.endswith(IGNORED_OF_TASKS))
     }

@@ -248,6 +248,8 @@ class RunStore:
         is_other = guard is not None and found.state["guard"] is not None and before != now
         self.has_other_guard = is_other
         state.former_names = former = self._former_names(specs)
+        if is_own:
+            self._check_new_names(specs)
         with telling_of_removal(found.path):
             state.restore(found, without=["guard"] if is_other else [])
             entry = self.checkpoints.read_entry(found.path)
@@ -263,6 +265,9 @@ class RunStore:
         if track:
             self.checkpoints.set_aside_after(progress.step if is_own else -1)
             self.checkpoints.rename_tasks({old: name for name, own in former.items() for old in own})
+            for known in self.checkpoints.entries.values():
+                if guard is not None and (known.judged_by or before) != now:
+                    known.judged_good = None  # by another guard
         logger.info("resumed from %s at step %d", found.path, progress.step)
         self.restored = found.path
         run_id = found.state["run_id"] if is_own else None
@@ -309,7 +314,7 @@ class RunStore:
                     "output_dir, or set checkpoint.resume=never to begin anew; if it is the same model under "
                     "another name, correct config.yaml there"
                 )
-        places = {f"tasks.{name}.source" for name in specs}
+        places = {f"tasks.{name}.{key}" for name in specs for key in ("source", "renamed_from")}
         former = old_tasks if isinstance(old_tasks := config_before.get("tasks"), dict) else {}
         tasks = {"tasks": (list(former), list(specs))} if former and former.keys() != specs.keys() else {}
         lasting = {key.split(".")[1] for key in old if key.startswith("tasks.")} & {"", *specs}
@@ -342,15 +347,16 @@ class RunStore:
             CheckpointError: it cannot be written, or a later run of this process has the directory.
         """
         self._check_owned()
+        guard_class = class_id(type(guard))
         beside = {
-            "guard_class": class_id(type(guard)),
+            "guard_class": guard_class,
             "run_id": run_id,
             "directory": str(self._output_dir.resolve()),
             "records": record_lengths(self._output_dir),
             "code": self.code.versions,
         }
         return self.checkpoints.save(
-            entry,
+            dataclasses.replace(entry, judged_by=guard_class if guard is not None else ""),
             save_actor=state.actor.save,
             tensors=state.tensors(),
             state={**state.state_dict(), **beside},
@@ -402,6 +408,18 @@ class RunStore:
             if names:
                 found[name] = sorted(names)
         return found
+
+    def _check_new_names(self, specs: Mapping[str, TaskSpec]) -> None:
+        """Refuse a new task under a former name of another one, which records and checkpoints mean by it."""
+        before = self.recorded_tasks()
+        for old, own in before.items():
+            heir = next((name for name, spec in specs.items() if old in (name, spec.renamed_from)), None)
+            for name in own.get("former_names", ()):
+                if name in specs and name not in before and heir not in (None, name):
+                    raise ConfigError(
+                        f"{specs[name].where}: in the records and checkpoints of this run {name!r} is the "
+                        f"former name of task {heir!r}; give the new task another name"
+                    )
 
     def write_config(self, settings: Mapping[str, Any]) -> None:
         """Write ``settings`` into ``config.yaml``. Call it after the event ``changed`` has been recorded.

@@ -309,8 +309,9 @@ class TaskMetrics:
             tries = [s.rollout.world_failures.get(name, 0) for s in final]
             numbers[f"world_failures/{name}"] = _PLAIN, final, tries
         bound = [s for s in ends if s.rollout.sampling.grammar]
-        # the grammar allows the end token only after a complete sentence
-        sentences = [s.rollout.finish_reason == "stop" for s in bound]
+        # the grammar allows the end token only after a complete sentence, and begins again with every turn
+        reasons = [[t.finish_reason for t in s.rollout.turns] or [s.rollout.finish_reason] for s in bound]
+        sentences = [set(own) == {"stop"} for own in reasons]
         numbers["grammar/accepted_rate"] = _GOOD_RATE, bound, sentences
         judged = [s for s in scored if s.rollout.verdicts and not _has_failed(s)]
         costs: dict[str, list[float | None]] = {"cost": [s.cost if s.concerned else None for s in judged]}

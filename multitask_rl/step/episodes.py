@@ -276,6 +276,15 @@ class Episodes:
             is_whole=opening.is_whole,
         )
 
+    def _conditioned(self, slot: Rollout, context_ids: list[int]) -> list[int]:
+        """Return ``context_ids`` as the algorithm conditions them, if it did so when it drew the prompt.
+
+        What it would do now depends on the clock: it may learn in another thread meanwhile.
+        """
+        if not slot.prompt.is_conditioned:
+            return context_ids
+        return self._tasks[slot.task].algorithm.condition(context_ids, evaluation=self._evaluation)
+
     def _open_prompt(self, episode: Episode, opening: Opening) -> None:
         """Render the prompt with what the world says; ``DataError`` if that is impossible."""
         slot = episode.slot
@@ -298,7 +307,7 @@ class Episodes:
                 )
         key = slot.group_id, conversation.text
         if key not in self._prompts:
-            ids = task.algorithm.condition(conversation.prompt_ids, evaluation=self._evaluation)
+            ids = self._conditioned(slot, conversation.prompt_ids)
             if task.max_prompt_tokens and len(ids) > task.max_prompt_tokens:
                 raise DataError(
                     f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "
@@ -310,7 +319,17 @@ class Episodes:
         episode.conversation, episode.context_ids = conversation, prompt.prompt_ids
         episode.rollout = replace(episode.rollout, prompt=prompt)
         episode.following.messages = [dict(m) for m in opening.messages]
-        episode.max_tokens, episode.stop = opening.max_tokens, tuple(opening.stop)
+        self._limit(episode, opening)
+
+    def _limit(self, episode: Episode, said: Opening | StepResult) -> None:
+        """Take the world's limits on the next answer; ``DataError`` for stop strings beside a grammar."""
+        if said.stop and episode.slot.sampling.grammar:
+            told = ", ".join(map(repr, said.stop))
+            raise DataError(
+                f"task {episode.slot.task!r}: the environment gives the stop strings {told}, and the task "
+                "has a grammar, which decides where an answer ends; leave one of them out"
+            )
+        episode.max_tokens, episode.stop = said.max_tokens, tuple(said.stop)
 
     def _hear(self, episode: Episode, said: StepResult) -> bool:
         """Take the world's reply; return whether the actor answers again, else end the episode.
@@ -329,7 +348,6 @@ class Episodes:
         if not said.done and 0 < most < _num_characters(next_answer.messages):
             is_cut = True
         elif not said.done:
-            task = self._tasks[episode.slot.task]
             if said.anew is None:
                 answer = rollout.response_ids[len(rollout.response_ids) - turn.num_tokens :]
                 given, context = episode.conversation.reply(turn.response, answer, said.messages)
@@ -337,7 +355,7 @@ class Episodes:
                 episode.conversation = self._conversation(episode, said.anew)
                 given, context = [], episode.conversation.prompt_ids
             if context is not None:
-                context = task.algorithm.condition(context, evaluation=self._evaluation)
+                context = self._conditioned(episode.slot, context)
             episode.following = Turn(
                 num_tokens=0,
                 given_ids=given,
@@ -345,7 +363,7 @@ class Episodes:
                 messages=[dict(m) for m in next_answer.messages],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
-            episode.max_tokens, episode.stop = next_answer.max_tokens, tuple(next_answer.stop)
+            self._limit(episode, next_answer)
             # a world with tools refuses calls beyond the limit; another may report more
             out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
             is_cut = episode.number >= spec.max_turns or out_of_calls or self._room(episode) < 1

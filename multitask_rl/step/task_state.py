@@ -38,7 +38,7 @@ class AnchorState:
     """What later evaluations of an anchor are compared with; set at its first evaluation."""
 
     responses: dict[str, list[int]] = field(default_factory=dict)
-    """``Prompt.row_id`` -> response of the actor at that time."""
+    """``Prompt.row_id``, with a hash of the row if several have it -> response of the actor at that time."""
     measured: list[str] = field(default_factory=list)
     """What ``solved`` is of (``definitions.measured``); empty before the first evaluation."""
     solved: list[float] = field(default_factory=list)
@@ -370,13 +370,15 @@ def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bo
     """
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
     given = render_answer_ids(task, row, actor) if task.spec.kind == "sft" and not evaluation else None
+    conditioned = ids if evaluation else task.algorithm.condition(ids, evaluation=False)
     return Prompt(
         task=task.spec.name,
         prompt_id=f"{task.spec.name}/{row_id(row)}",
         draw=draw,
         row=row,
         text=text,
-        prompt_ids=ids if evaluation else task.algorithm.condition(ids, evaluation=False),
+        prompt_ids=conditioned,
+        is_conditioned=conditioned != ids,
         given_ids=given,
     )
 
@@ -395,7 +397,9 @@ def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prom
         prompt = render(task, row, index, actor, evaluation=True)
         # cut before the algorithm conditions: its control token must survive
         keep = task.max_prompt_tokens or len(prompt.prompt_ids)
-        prompt.prompt_ids = task.algorithm.condition(prompt.prompt_ids[-keep:], evaluation=True)
+        kept = prompt.prompt_ids[-keep:]
+        prompt.prompt_ids = task.algorithm.condition(kept, evaluation=True)
+        prompt.is_conditioned = prompt.prompt_ids != kept
         prompts.append(prompt)
     return prompts
 

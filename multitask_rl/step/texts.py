@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from multitask_rl.algorithms.anchor import Anchor, measures_kl
+from multitask_rl.data.rows import fingerprint
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import (
     Direction,
@@ -101,10 +103,14 @@ class TextMeter:
         elif task.algorithm.has_teacher:
             texts = self._sample(task, prompts, purpose)
         else:
-            missing = [p for p in prompts if p.row_id not in task.anchor.responses]
-            ids_of = zip(missing, self._sample(task, missing, "anchor"), strict=True)
-            task.anchor.responses |= {prompt.row_id: ids for prompt, ids in ids_of}
-            texts = [task.anchor.responses[p.row_id] for p in prompts]
+            times = Counter(p.row_id for p in prompts)
+            keys = [
+                p.row_id if times[p.row_id] == 1 else f"{p.row_id}/{fingerprint([p.row])}" for p in prompts
+            ]
+            known = task.anchor.responses
+            missing = {key: p for key, p in zip(keys, prompts, strict=True) if key not in known}
+            known |= zip(missing, self._sample(task, [*missing.values()], "anchor"), strict=True)
+            texts = [known[key] for key in keys]
         samples, most = [], self.actor.max_length or None
         # what is trained is measured as it is trained: within grammar and suppressed tokens
         sampling = SamplingParams() if task.spec.kind == "anchor" else task.sampling

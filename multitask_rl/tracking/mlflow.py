@@ -37,6 +37,8 @@ from dataclasses import asdict
 from datetime import datetime
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +54,7 @@ from multitask_rl.tracking.jsonl import dump_line, load_line, scored_to_dict
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 _LOG = logging.getLogger(__name__)
 _MAX_NAME = 250
@@ -250,16 +253,19 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
     for name in ("events.jsonl", *_KEPT_FILES):
         if name in present:
             client.download_artifacts(run_id, name, str(directory))
-    with (directory / "metrics.jsonl").open("w", encoding="utf-8") as stream:
-        for name in run.data.metrics:
-            if name.startswith("task/") and name.endswith("/weight"):
-                course: list[Any] = []
-                for point in client.get_metric_history(run_id, name):
-                    while course and course[-1].step >= point.step:  # a rollback undid these
-                        course.pop()
-                    course.append(point)
-                for point in course:
-                    stream.write(dump_line({"step": point.step, name: point.value}))
+    points = [
+        (point.timestamp, point.step, name, point.value)
+        for name in run.data.metrics
+        if name.startswith("task/") and name.endswith("/weight")
+        for point in client.get_metric_history(run_id, name)
+    ]
+    rows: dict[int, dict[str, float]] = {}
+    for (_, step), own in groupby(sorted(points), key=itemgetter(0, 1)):
+        if rows and step <= max(rows):  # a rollback undid these; tasks may have had other names then
+            rows = {at: row for at, row in rows.items() if at < step}
+        rows[step] = {name: value for *_, name, value in own}
+    lines = (dump_line({"step": step, **row}) for step, row in rows.items())
+    (directory / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _answer(text: str) -> dict[str, Any]:
@@ -287,6 +293,7 @@ class MLflowTracker(Tracker):
         """(metric, step) -> how many of its points MLflow has already and this tracker gets again."""
         self._unmet: tuple[int, int | None] | None = None
         """Step of the resume and bytes of ``metrics.jsonl``, until MLflow's points are compared with it."""
+        self._is_resumed = False
         self._parameters: Mapping[str, Any] = {}
         self._num_sent_again = 0
         """Writes that MLflow refused, and whose content was sent again at the end."""
@@ -312,6 +319,7 @@ class MLflowTracker(Tracker):
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Create the run, or reopen ``run_id``. Takes seconds the first time (SQLite schema, then cached)."""
         self._directory.mkdir(parents=True, exist_ok=True)
+        self._is_resumed = resume_step is not None
         target, opens = f"MLflow at {redact_text(self.uri)}", None
         try:
             self._open(parameters)
@@ -346,7 +354,7 @@ class MLflowTracker(Tracker):
         self._client = _client(self.uri)
         with _asking_briefly():
             if self.run_id is None:
-                self.run_id = self._create_run(parameters)
+                self.run_id = self._find_or_create_run(parameters)
             else:
                 self._client.update_run(self.run_id, status="RUNNING")
             self._run = self.run_id
@@ -355,10 +363,11 @@ class MLflowTracker(Tracker):
         self._model_name = re.sub(r"[/:]", "_", f"{self._config.experiment} {run.info.run_name}")
         self._inputs = {own.dataset.name for own in run.inputs.dataset_inputs} if run.inputs else set()
 
-    def _create_run(self, parameters: Mapping[str, Any]) -> str:
-        """Create a run; end earlier runs of the directory that a kill left open, delete those without a step.
+    def _find_or_create_run(self, parameters: Mapping[str, Any]) -> str:
+        """Return a new run, or one of the directory that this run has made and no checkpoint names.
 
-        No other run goes on in the directory: it is locked.
+        Earlier runs of the directory that a kill left open are ended, those without a step deleted. No other
+        run goes on in the directory: it is locked.
         """
         from mlflow.exceptions import MlflowException
 
@@ -386,6 +395,9 @@ class MLflowTracker(Tracker):
             histories = (self._client.get_metric_history(run_id, name) for name in run.data.metrics)
             if not any(point.step > 0 for history in histories for point in history):
                 self._client.delete_run(run_id)
+            elif self._is_resumed and self._began_as(run):
+                self._client.update_run(run_id, status="RUNNING")
+                return str(run_id)
             elif run.info.status == "RUNNING":
                 self._client.set_terminated(run_id, "KILLED")
         made = f"{self._directory.name}-{datetime.now():%Y%m%d-%H%M%S}-seed{parameters.get('seed', 0)}"
@@ -406,6 +418,20 @@ class MLflowTracker(Tracker):
                     found = [parent]
             tags["mlflow.parentRunId"] = found[0].info.run_id
         return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
+
+    def _began_as(self, run: Run) -> bool:
+        """Whether the first line of ``metrics.jsonl`` is of ``run``: its seconds are those of no other."""
+        if not self._num_bytes("metrics.jsonl"):
+            return False
+        with (self._directory / "metrics.jsonl").open("rb") as stream:
+            row = load_line(stream.readline())
+        step, names = row.pop("step"), {legal_name(name): value for name, value in row.items()}
+        known = {n: value for n, value in names.items() if value is not None and n in run.data.metrics}
+        histories = ((v, self._client.get_metric_history(run.info.run_id, n)) for n, v in known.items())
+        return bool(known) and all(
+            any((point.step, point.value) == (step, value) for point in history)
+            for value, history in histories
+        )
 
     def _num_bytes(self, name: str) -> int | None:
         file = self._directory / name

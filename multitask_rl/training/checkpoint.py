@@ -35,6 +35,8 @@ class CheckpointEntry:
     step: int
     judged_good: bool | None = None
     """The guard's verdict on these weights; None = not evaluated."""
+    judged_by: str = ""
+    """Class of that guard; empty = not known, or none."""
     score: float | None = None
     """Macro mean of the held-out primary metrics; the highest is the best."""
     score_of: list[str] = field(default_factory=list)

@@ -149,7 +149,10 @@ class Regex:
 
 
 class Format:
-    """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0."""
+    """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0.
+
+    If the prompt ends with the first tag, the response may begin behind it.
+    """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
     one_by_one: ClassVar[bool] = True
@@ -175,9 +178,12 @@ class Format:
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return 1 or 0 per rollout."""
-        return [Score(value=float(self._holds(rollout.response.strip()))) for rollout in rollouts]
+        return [Score(value=float(self._holds(rollout))) for rollout in rollouts]
 
-    def _holds(self, text: str) -> bool:
+    def _holds(self, rollout: Rollout) -> bool:
+        text, first = rollout.response.strip(), f"<{self.config.tags[0]}>"
+        if rollout.prompt.text.rstrip().endswith(first) and not text.startswith(first):
+            text = first + text
         for tag in self.config.tags:
             opening, closing = f"<{tag}>", f"</{tag}>"
             if not text.startswith(opening) or text.count(opening) != 1 or text.count(closing) != 1:

@@ -27,8 +27,8 @@ def strip_thinking(text: str, prompt: str | None = None) -> str:
     """Return ``text`` without its thoughts, which stand from each ``<think>`` to the next ``</think>``.
 
     Thoughts at the beginning that do not end are the whole text: nothing is left. Elsewhere a ``<think>``
-    without an end begins none. If ``prompt`` ends with ``<think>``, the text begins with thoughts. Without a
-    prompt it does if a ``</think>`` comes before any ``<think>``.
+    without an end begins none. If the last ``<think>`` of ``prompt`` has no end, the text begins with
+    thoughts. Without a prompt it does if a ``</think>`` comes before any ``<think>``.
 
     >>> strip_thinking("<think>is it 3?</think> 4")
     ' 4'
@@ -38,7 +38,7 @@ def strip_thinking(text: str, prompt: str | None = None) -> str:
     if prompt is None:
         is_open = "</think>" in text.partition("<think>")[0]
     else:
-        is_open = prompt.rstrip().endswith("<think>")
+        is_open = "<think>" in prompt and "</think>" not in prompt.rpartition("<think>")[2]
     text, kept = f"<think>{text}" if is_open else text, ""
     while "<think>" in text:
         before, _, rest = text.partition("<think>")

@@ -97,6 +97,22 @@ def test_prompts_without_texts_are_answered_by_the_initial_actor_once(finished):
     assert all(len(own) <= 4 for own in responses.values())
 
 
+def test_rows_of_one_id_have_responses_of_their_own(tmp_path):
+    write_run(
+        tmp_path, TASKS.partition("  wiki")[0] + f'  chat: {{type: "{ANCHOR}", dataset: twice.jsonl}}\n'
+    )
+    prompts = [f"{a}{b}>" for a in "abc" for b in "012"]
+    rows = [{"id": index // 2, "prompt": prompt} for index, prompt in enumerate(prompts)]
+    (tmp_path / "twice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    alone = [{**row, "id": index} for index, row in enumerate(rows)]
+    found = []
+    for own in (rows, alone):
+        (tmp_path / "twice.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        with Trainer.from_config(run_config(tmp_path, "out", 1)) as trainer:
+            found.append(trainer.evaluate()["chat"].values)
+    assert found[0] == found[1]
+
+
 def test_turnover_is_what_was_solved_and_is_not_now(finished):
     _, _, history = finished
     before, now = history[0]["kept"].metrics["pass@1"].values, history[4]["kept"].metrics["pass@1"].values

@@ -222,6 +222,28 @@ def test_a_task_whose_world_always_fails_ends_the_run_as_failing_rewards_do(tmp_
         train(run_config(tmp_path, "out", 2, **SMALL))
 
 
+def test_a_world_that_gives_stop_strings_beside_a_grammar_is_told_as_a_failure(tmp_path):
+    """As ``sampling.stop`` beside a grammar, which is refused at the start."""
+    game = """
+  game:
+    dataset: digit.jsonl
+    environment: worlds.py:Stops
+    constraints: [{mode: grammar, config: {regex: "[abc]{2}"}}]
+"""
+    write_run(tmp_path, COPY + game, num_rows=40)
+    (tmp_path / "worlds.py").write_text(
+        "from multitask_rl.environments.base import StepResult\n\n\n"
+        "class Stops:\n"
+        "    def reset(self, row):\n        self.turn = 0\n        return []\n\n"
+        "    def step(self, message):\n"
+        "        self.turn += 1\n"
+        "        again = [{'role': 'user', 'content': 'on'}]\n"
+        "        return StepResult(messages=again, done=self.turn > 1, reward=1.0, stop=['b'])\n"
+    )
+    with pytest.raises(RewardError, match=r"'game'.*stop strings 'b'.*grammar"):
+        train(run_config(tmp_path, "out", 2, **SMALL))
+
+
 def test_scores_of_other_tasks_are_not_compared_for_the_best_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path, 4)
     for step, score, of in ((2, 0.2, ["a"]), (4, 0.1, ["a", "b"]), (6, 0.15, ["a", "b"]), (8, None, [])):
@@ -527,6 +549,29 @@ def test_a_rollback_past_a_renaming_keeps_the_state_of_the_task(tmp_path, names)
             assert task.eval_rows == rows
             assert state.state_dict()["scheduler"]["policy_state"]["traces"][name] == before
             assert state.unmeasured == []
+
+
+def test_a_new_task_does_not_take_the_name_under_which_the_records_know_another(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=60)
+    renamed = DIGIT.replace("digit: {", "number: {renamed_from: digit, ")
+    for steps, tasks in ((2, COPY + DIGIT), (4, COPY + renamed)):
+        (tmp_path / "tasks.yaml").write_text(tasks)
+        train(run_config(tmp_path, "out", steps, **SMALL))
+    both = COPY + DIGIT.replace("digit:", "number:") + DIGIT.replace("digit.jsonl", "copy.jsonl")
+    (tmp_path / "tasks.yaml").write_text(both)
+    with pytest.raises(ConfigError, match=r"tasks\.digit: .* task 'number'; .* another name"):
+        train(run_config(tmp_path, "out", 6, **SMALL))
+    (tmp_path / "tasks.yaml").write_text(COPY + DIGIT.replace("digit: {", "digit: {renamed_from: number, "))
+    train(run_config(tmp_path, "out", 6, **SMALL))
+    assert list(read_run(tmp_path / "out").evaluations) == ["copy", "digit"], "its own former name"
+
+
+def test_a_renamed_from_that_is_left_out_is_no_changed_setting(tmp_path):
+    write_run(tmp_path, COPY + DIGIT, num_rows=60)
+    for steps, name in ((2, "digit: {"), (4, "number: {renamed_from: digit, "), (4, "number: {")):
+        (tmp_path / "tasks.yaml").write_text(COPY + DIGIT.replace("digit: {", name))
+        trainer = train(run_config(tmp_path, "out", steps, **SMALL))
+    assert trainer.events == []
 
 
 def test_another_definition_of_a_reward_begins_anew_wherever_its_values_are_read(tmp_path, capsys):

@@ -122,12 +122,12 @@ def test_a_copied_directory_is_a_run_of_its_own_in_trackers_and_a_moved_one_the_
     with Trainer.from_config(config_of(place, "copy", 4, tracking=tracking)) as killed:
         killed._open()  # and ended before it saves
     train(config_of(place, "copy", 4, tracking=tracking))
-    assert steps_in_mlflow() == [[1, 2], [1, 2], [1, 2, 3, 4]]
+    assert steps_in_mlflow() == [[1, 2], [1, 2, 3, 4]], "with one entry each"
     assert caplog.text.count(f"a copy of {place / 'run'}, which still exists") == 2
     (place / "run").rename(place / "moved")
     train(config_of(place, "moved", 4, tracking=tracking))
     train(config_of(place, "copy", 6, tracking=tracking))
-    assert steps_in_mlflow() == [[1, 2], [1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
+    assert steps_in_mlflow() == [[1, 2, 3, 4], [1, 2, 3, 4, 5, 6]]
     assert caplog.text.count("a copy of") == 2
 
 

@@ -119,6 +119,27 @@ def test_another_guard_starts_without_history(begun):
     assert f"the checkpoint's guard was counts.py:Counts, {NOW_SAFETY}" in told
 
 
+def test_a_guard_does_not_restore_weights_that_another_one_has_judged(begun, tmp_path):
+    directory, _ = begun
+    shutil.copytree(directory / "run", tmp_path / "run")
+    (tmp_path / "calm.py").write_text(CALM)
+    calm = GuardConfig(plugin=f"{tmp_path / 'calm.py'}:Calm")
+    with Trainer.from_config(run_config(directory, str(tmp_path / "run"), 6, guard=calm)) as trainer:
+        trainer.train()
+    # another guard again: it knows neither the first one's verdicts nor the second one's
+    back = GUARD.replace("class Counts", "class Back")
+    (tmp_path / "back.py").write_text(back)
+    guard = GuardConfig(plugin=f"{tmp_path / 'back.py'}:Back", guard_config={"back_at": 1})
+    with Trainer.from_config(run_config(directory, str(tmp_path / "run"), 8, guard=guard)) as trainer:
+        trainer.train()
+        told = [e.reason for e in trainer.events if e.source == "guard"]
+    assert any("no checkpoint judged good" in reason for reason in told), told
+    shutil.copytree(directory / "run", tmp_path / "same")
+    with Trainer.from_config(config(directory, str(tmp_path / "same"), 8, back_at=6)) as trainer:
+        trainer.train()
+        assert [e.data for e in trainer.events if e.kind == "rolled_back"] == [{"to": 0}], "its own verdict"
+
+
 def test_a_class_of_the_same_name_in_another_file_is_another_guard(begun):
     directory, _ = begun
     shutil.copytree(directory / "run", directory / "namesake")

@@ -112,6 +112,9 @@ class World:
     def words(self):
         return said(reward={"a": "much"})
 
+    def digits(self):
+        return said(reward="1")
+
     def surrogate(self):
         import numpy
         info = {"n": numpy.int64(3), 4: (1, 2)}
@@ -235,6 +238,7 @@ def logged(tmp_path):
         ("stop_is_empty", "stop is ['END', '']"),
         ("nan", "is not finite"),
         ("words", "is no number"),
+        ("digits", "is no number"),
     ],
 )
 def test_an_answer_that_is_none_ends_its_episode_alone(make, tmp_path, what, says):

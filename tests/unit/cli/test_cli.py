@@ -170,6 +170,16 @@ def test_validate_finds_what_a_run_would_trip_over(
     assert told.count("\n") == 1
 
 
+def test_validate_warns_of_rewards_that_return_nothing_for_the_first_row(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "grade.py").write_text("def forgets(response):\n    len(response)\n")
+    for rewards, number in (("[grade.py:forgets]", 1), ("[grade.py:forgets, math_answer]", 0)):
+        assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
+        told = capsys.readouterr().out
+        assert told.count("none of its rewards applies to the first row: forgets returned None") == number
+
+
 def test_validate_tells_the_mistakes_of_all_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["tasks.math.rewards=['grade.py:absent']", "tasks.words.rewards=['trl:grade.py:absent_too']"]
     assert main(["tasks", "validate", "tasks.yaml", *wrong]) == 2

@@ -475,7 +475,7 @@ def test_the_former_names_of_a_task_make_no_arm(tmp_path: Path, capsys: pytest.C
     task = {"name": "a", "dataset": "rows.jsonl"}
     runs = [
         _write_run(tmp_path / str(seed), [(1, "a", [0.1, 0.5])], {"seed": seed, "tasks": {"a": own}})
-        for seed, own in enumerate((task, {**task, "former_names": ["b"]}))
+        for seed, own in enumerate((task, {**task, "former_names": ["b"]}, {**task, "renamed_from": "b"}))
     ]
     assert _compare(capsys, *runs) == [], "one arm of two seeds"
 

@@ -157,6 +157,11 @@ OK = "rewards: [math_answer]"
             "tasks:\n  m:\n    environment: number_game\n    tools_column: tools\n",
             ["tasks.yaml:4", "tools_column", "tools of the environment"],
         ),
+        (
+            "tasks:\n  m:\n    environment: number_game\n    rewards:\n"
+            "      - {plugin: environment, range: [0, 1], config: {unfinished: -1}}\n",
+            ["tasks.yaml:5", "rewards[0].config.unfinished", "-1 is outside the range [0, 1]"],
+        ),
         ("tasks:\n  m:\n    reward_model: nope\n", ["tasks.yaml:3", "'nope'", "installed"]),
         (
             "tasks:\n  m:\n    constraint_model: fact_cheker\n",

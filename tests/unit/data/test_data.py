@@ -538,6 +538,16 @@ def test_the_actor_continues_a_chat_that_ends_with_a_message_of_the_assistant(ch
     assert history.endswith("sure?<|im_end|>\n<|im_start|>assistant\n" if chat else "Well: \n\nsure?")
 
 
+@pytest.mark.parametrize("content", ["", "\n", None])
+def test_a_chat_that_ends_with_an_empty_answer_asks_for_one(content: str | None) -> None:
+    """Trimmed by the template, nothing would stand between the role and what the actor writes."""
+    chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": content}]
+    for template in (CHATML, CHATML.replace(" | trim", "")):
+        conversation = Conversation(spec(), {"prompt": chat}, build_tokenizer(template))
+        assert conversation.text == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert len(chat) == 2, "the row is left as it was"
+
+
 @pytest.mark.parametrize(
     ("message", "told"),
     [

@@ -345,6 +345,15 @@ def test_close_frees_an_agent_and_a_step_that_wait(tmp_path):
         ({"messages": [{"role": "user", "content": "?"}], "functions": [{}]}, "", 400, "give 'tools'"),
         ({"messages": [{"role": "user", "content": "?"}], "max_tokens": 0}, "", 400, "'max_tokens' and"),
         ({"messages": [{"role": "user", "content": "?"}], "stop": [""]}, "", 400, "'stop' has to be"),
+        (
+            {
+                "messages": [{"role": "user", "content": "?"}],
+                "chat_template_kwargs": {"enable_thinking": False},
+            },
+            "",
+            400,
+            "set it in the tasks file",
+        ),
         ({"messages": [{"role": "user", "content": "?"}], "stream_options": 1}, "", 400, "'stream_options'"),
     ],
 )

@@ -30,6 +30,8 @@ def test_an_empty_cell_is_told_from_a_missing_column():
         (" <think>3?</think>4", "q<think>", "4"),
         ("3?</think>4", "q<think>\n", "4"),
         ("3?", "q<think>\n", "3?"),
+        ("3?</think>4", "q<think>\nLet me see: ", "4"),
+        ("3?</think>4", "q<think>\n</think>\nSo: ", "3?</think>4"),
         ("<think>3?", "q", ""),
         ("4", "q<think>\n\n</think>\n\n", "4"),
         ("a, b</think>4", "q", "a, b</think>4"),
@@ -46,7 +48,8 @@ def test_the_prompt_says_whether_thoughts_are_open(response, prompt, answer):
 
 def test_thoughts_that_a_limit_cut_leave_no_answer():
     for reason, answer in (("length", ""), ("flagged", ""), ("stop", "3?")):
-        assert answer_of(replace(rollout("3?", "q<think>\n"), finish_reason=reason)) == answer
+        for prompt in ("q<think>\n", "q<think>\nLet me see: "):
+            assert answer_of(replace(rollout("3?", prompt), finish_reason=reason)) == answer
 
 
 @pytest.mark.parametrize(("reply", "answer"), [("3?</think>4", "4"), ("<think>3?</think>4", "4"), ("4", "4")])

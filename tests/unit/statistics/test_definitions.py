@@ -18,9 +18,11 @@ from multitask_rl.records import (
     Direction,
     Failure,
     FailureKind,
+    SamplingParams,
     Score,
     Scored,
     TaskStats,
+    Turn,
     Verdict,
 )
 from multitask_rl.statistics.definitions import TaskMetrics, metric_names, pass_at_k
@@ -110,6 +112,23 @@ def test_without_a_range_a_refused_slot_has_the_worst_value_first_served_for_goo
     unknown = metrics(PluginTraits()).primary([refused(0)])
     assert unknown.n == 0
     assert math.isnan(unknown.mean)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "end", "is_accepted"),
+    [
+        (["stop", "stop"], "stop", 1.0),
+        (["stop", "stop"], "length", 1.0),  # max_turns ended the episode, behind a whole sentence
+        (["length", "stop"], "stop", 0.0),
+    ],
+)
+def test_an_episode_follows_its_grammar_if_each_answer_is_a_sentence(reasons, end, is_accepted):
+    turns = [Turn(num_tokens=1, finish_reason=reason) for reason in reasons]
+    rollout = replace(
+        make_rollout(), turns=turns, finish_reason=end, sampling=SamplingParams(grammar='{"regex": "a"}')
+    )
+    found = metrics().describe([replace(answer(0, 1.0), rollout=rollout)])
+    assert found["grammar/accepted_rate"].mean == is_accepted
 
 
 def test_a_resumed_run_with_another_primary_metric_does_not_take_the_former_ones_refused_value():

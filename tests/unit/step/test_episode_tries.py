@@ -61,6 +61,9 @@ class World:
 """
 
 
+CONTROL = 3
+
+
 class Engine(RolloutEngine):
     """Yields one answer after the other; ``between`` is called behind the first of a call, one of many."""
 
@@ -90,12 +93,14 @@ def run(
     pool = WorldPool({"t": world}, num_workers=1)
     actor = build_actor()
 
-    def sample(engine: RolloutEngine, names: Sequence[str], **limits: int) -> list[Rollout]:
+    def sample(
+        engine: RolloutEngine, names: Sequence[str], *, is_conditioned: bool = False, **limits: int
+    ) -> list[Rollout]:
         task: Any = SimpleNamespace(
             spec=TaskSpec(name="t", environment="here", **{"max_turns": 3, **limits}),
             sampling=SamplingParams(max_new_tokens=4),
             group_size=1,
-            algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: ids),
+            algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: [CONTROL, *ids]),
             max_prompt_tokens=0,
         )
         stage = RolloutStage(
@@ -113,6 +118,7 @@ def run(
                 row={"prompt": "a", "name": name},
                 text="",
                 prompt_ids=[5],
+                is_conditioned=is_conditioned,
             )
             for i, name in enumerate(names)
         ]
@@ -174,6 +180,14 @@ def test_a_world_that_ends_its_process_takes_no_other_episode_with_it(run):
     assert "ended with code 3" in failure.message
     assert rollouts[1].earned is None
     assert [r.earned for r in rollouts if r.failure is None] == [2.0] * 4
+
+
+def test_an_episode_is_conditioned_as_its_prompt_was_when_it_was_drawn(run):
+    """Another thread learns meanwhile: what the algorithm would say now depends on the clock."""
+    engine = Engine(lambda: None)
+    for is_conditioned in (False, True):
+        (rollout,) = run(engine, ["calls on"], is_conditioned=is_conditioned)
+        assert (rollout.prompt.prompt_ids[0] == CONTROL) == is_conditioned
 
 
 def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):

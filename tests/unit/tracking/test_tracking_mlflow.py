@@ -26,6 +26,7 @@ from multitask_rl.tracking.background import BackgroundWriter
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import JsonlTracker
 from multitask_rl.tracking.mlflow import MLflowTracker, flatten_parameters, legal_name
+from multitask_rl.tracking.reading import read_run
 from reward_builders import rollout
 
 pytestmark = [
@@ -326,6 +327,31 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
         assert tags["metrics_not_finite"] == "2", "those that were not finite before the checkpoint"
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_resumed_run_that_no_checkpoint_names_is_found_by_its_directory_and_record(
+    tmp_path: Path, is_own: bool
+) -> None:
+    """MLflow came back, and a kill came before a checkpoint; or a finished copy made no step."""
+    first = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    record = JsonlTracker(tmp_path / "run", TrackingConfig(), None)
+    first.start({})
+    for step in (0, 1, 2):
+        numbers = {"x": float(step), "time/step_s": 0.5 + step}
+        first.log_metrics(numbers, step)
+        record.log_metrics(numbers if is_own else {**numbers, "time/step_s": 0.25}, step)
+    first.finish("failed")
+    first._client.update_run(str(first.run_id), status="RUNNING")
+    second = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    second.start({}, resume_step=2)
+    second.log_metrics({"x": 3.0}, 3)
+    second.finish("finished")
+    assert (second.run_id == first.run_id) == is_own, "else it is of a former run in the directory"
+    assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(4)]
+    own = second._client.search_runs(["1"])
+    statuses = {run.info.run_id: run.info.status for run in own}
+    assert statuses == {first.run_id: "KILLED", second.run_id: "FINISHED"}
+
+
 def test_runs_that_a_kill_left_are_ended_or_if_they_made_no_step_deleted(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
@@ -609,6 +635,25 @@ def test_rows_weights_and_rollouts_are_what_mlflow_calls_them(
         "messages": [{"role": "user", "content": scored[0].rollout.prompt.text}]
     }
     assert not [r.getMessage() for r in caplog.records if "takes no" in r.getMessage()]
+
+
+def test_what_a_rollback_past_a_renaming_undid_is_not_fetched(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text('tasks: {new: {former_names: ["old"]}}')
+    line = {"step": 0, "task": "new", "metric": "reward", "values": [1.0], "direction": "higher"}
+    (tmp_path / "run" / "evaluations.jsonl").write_text(f"{json.dumps(line)}\n")
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    for task, steps, weight in (("old", (1, 2, 3), 0.1), ("new", (4, 5), 0.2), ("new", (2,), 0.3)):
+        for step in steps:
+            tracker.log_metrics({f"task/{task}/weight": weight, "task/other/weight": 1.0 - weight}, step)
+            time.sleep(0.002)  # points have milliseconds
+    tracker.finish("finished")
+    (tmp_path / "fetched").mkdir()
+    adapter.fetch_run(tracker.uri, str(tracker.run_id), tmp_path / "fetched")
+    found = read_run(tmp_path / "fetched").weights
+    assert found["new"] == {1: 0.1, 2: 0.3}
+    assert found["other"] == {1: 0.9, 2: 0.7}
 
 
 def test_a_run_without_a_name_is_told_apart_by_its_directory(tmp_path: Path) -> None:
