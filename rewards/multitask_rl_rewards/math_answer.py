@@ -40,6 +40,7 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
+_BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
@@ -219,7 +220,8 @@ def _are_guesses(text: str) -> bool:
 
 
 def _write_out(text: str) -> str:
-    """Return ``text`` with 1e5 as 100000: math-verify would read the 1 alone."""
+    """Return ``text`` with 1e5 as 100000 and -.5 as -0.5, which math-verify would not read."""
+    text = _BARE_POINT.sub("0.", text)
     return _POWER_OF_TEN.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 

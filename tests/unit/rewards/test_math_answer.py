@@ -269,6 +269,8 @@ def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
         (r"\frac12", r"The answer is \frac{1}{2} of it.", r"The answer is 3+\frac{1}{2}"),
         ("100000", "The answer is 1e5.", "The answer is 1e-5."),
         ("1e5", "100000", "1"),
+        ("-0.5", "The answer is -.5.", "The answer is .5."),
+        ("-.5", "-0.5", "5"),
         ("3", "#### 3", "#### 1 or 2 or 3"),
         ("3", "The answer is 3 or 3.0.", "The answer is 1, 2, 3."),
         ("1", "#### $1$", "#### 0 1"),
