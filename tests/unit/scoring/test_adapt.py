@@ -124,6 +124,8 @@ def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
         ("{'score': 0.5, 'acc': True, 'pred': 'x'}", Score(value=0.5, components={"acc": 1.0}, answer="x")),
         ("{'acc': 1}", "returned a mapping without 'score': keys ['acc']"),
         ("float('inf')", "returned inf, not a finite number"),
+        ("-10**400", "returned -inf, not a finite number"),
+        ("{'score': 0.5, 'guess': 10**400}", Score(value=0.5)),
         ("'0.5'", "returned '0.5', not a number"),
         ("[0.5]", "returned [0.5], not a number; a batch function names its parameter 'responses'"),
         ("1j", "returned 1j, not a number"),
@@ -139,13 +141,17 @@ def test_results_are_read_strictly(tmp_path: Path, expression: str, expected: An
 
 
 def test_plain_function_as_a_constraint(tmp_path: Path) -> None:
-    file = write(tmp_path, "def long(response): return len(response) / 10\n")
+    file = write(
+        tmp_path, "def long(response): return len(response) / 10 if response[:1] != 'z' else 9**999\n"
+    )
     constraint = find_plugin("constraint", f"{file}:long", "here").build({})
     assert isinstance(constraint, Constraint)
-    results = Grader("constraint", constraint, "c").grade([make_rollout("a" * n) for n in (1, 6, 11)])
-    assert results[:2] == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
-    assert isinstance(results[2], Failure)
-    assert results[2].message == "returned the cost 1.1, outside [0, 1]"
+    texts = ["a", "a" * 6, "a" * 11, "z"]
+    *verdicts, above, huge = Grader("constraint", constraint, "c").grade([make_rollout(t) for t in texts])
+    assert verdicts == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
+    for result, cost in ((above, "1.1"), (huge, "inf")):
+        assert isinstance(result, Failure)
+        assert result.message == f"returned the cost {cost}, outside [0, 1]"
 
 
 @pytest.mark.parametrize("name", ["math.py", "code.py", "typing.py", "random.py"])
