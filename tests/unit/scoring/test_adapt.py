@@ -337,10 +337,11 @@ def test_every_reasoning_gym_verifier_accepts_its_own_answers() -> None:
 
     entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
     row = {"prompt": entry["question"], **entry}
-    texts = [f"So <answer>{entry['answer']}</answer>", entry["answer"], "no idea"]
-    scores = values("reasoning_gym:leg_counting", [make_rollout(t, row=row) for t in texts])
-    assert scores[:2] == [1.0, 1.0]
-    assert scores[2] < 1.0
+    tagged = f"<answer>{entry['answer']}</answer>"
+    texts = [f"So {tagged}", entry["answer"], f"{tagged} Again: <answer>", f"{tagged} </answer>", "no idea"]
+    *right, wrong = values("reasoning_gym:leg_counting", [make_rollout(t, row=row) for t in texts])
+    assert right == [1.0] * 4
+    assert wrong < 1.0
     with pytest.raises(PluginError, match="unknown reasoning-gym data set 'leg_countng'; did you mean"):
         resolve_reward(RewardSpec(plugin="reasoning_gym:leg_countng"), "here")
 
