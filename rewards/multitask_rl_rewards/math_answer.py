@@ -40,6 +40,7 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
+_MIXED = re.compile(r"(?<![\w./])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -51,6 +52,11 @@ _COUNTED = re.compile(r"\\[dt]?binom|\\choose|\\det(?![a-z])|matrix\}")
 _COMPUTED = re.compile(f"{_DIVISION.pattern}|{_COUNTED.pattern}")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\s*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_WITH_UNIT = re.compile(
+    r"([-+]?\d[\d.,]*)(?:[\s~]|\\[ ,;:!])*"
+    r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*([^{}\\]+)\}|(?<!\d)([A-Za-z]{2}[A-Za-z .]*))"
+)
+_NO_UNIT = re.compile(r"pi\b|hundred|thousand|[mbtr]+illion", re.IGNORECASE)
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -123,6 +129,10 @@ class MathAnswer:
         if _are_guesses(answer) and not _are_guesses(reference):
             return Score(value=0.0)
         answer = _write_out(_WRAPPED.sub(r"\1", _plain(answer)))
+        unit = _WITH_UNIT.fullmatch((last_boxed(answer) or "").strip())
+        if unit and _is_number(gold[0]) and not _NO_UNIT.match(unit[2] or unit[3]):
+            # as text: in a formula math-verify takes letters of unknown words for variables
+            answer = f"{unit[1]} {unit[2] or unit[3]}"
         if _is_copied(answer, reference, question_of(rollout)):
             return Score(value=0.0)
         if "\\" in answer and not re.search(r"\$|\\[\[(]", answer) and not _WORD.search(answer):
@@ -220,8 +230,9 @@ def _are_guesses(text: str) -> bool:
 
 
 def _write_out(text: str) -> str:
-    """Return ``text`` with 1e5 as 100000 and -.5 as -0.5, which math-verify would not read."""
+    """Return ``text`` with 1e5 as 100000, -.5 as -0.5 and 1 1/2 as 3/2, which math-verify would misread."""
     text = _BARE_POINT.sub("0.", text)
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{int(m[3])}", text)
     return _POWER_OF_TEN.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
@@ -252,7 +263,7 @@ def _is_number(value: Any) -> bool:
 
     A number has one factor besides sign, percent sign, denominator and a power of ten.
     """
-    value = getattr(value, "rhs", value)  # x = 408
+    value = value.rhs if getattr(value, "rel_op", "") == "==" else value  # x = 408
     if isinstance(value, str) or not getattr(value, "is_number", False):
         return False
     parts = value.args if value.is_Mul else (value,)
@@ -274,6 +285,9 @@ def _is_worked_out(value: Any) -> bool:
     """
     from sympy import Symbol
     from sympy.core.parameters import distribute
+
+    if getattr(value, "is_Relational", False):  # built anew, "x = a set" is False
+        return all(map(_is_worked_out, value.args))
 
     def built_anew(part: Any) -> Any:
         if _may_stay(part):

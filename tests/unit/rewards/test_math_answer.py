@@ -171,6 +171,8 @@ def test_worked_solutions_of_gsm8k_score_one():
         ("5", "How many apples?", "5%", 0.0),
         ("5", "How many apples?", "The answer is 5 percent.", 0.0),
         ("5", "How many apples?", r"\boxed{5\%}", 0.0),
+        ("5", "How many apples?", r"\boxed{5\text{ percent}}", 0.0),
+        ("5", "What percentage of the apples?", r"\boxed{5\text{ percent}}", 1.0),
         ("42/29", "Which share?", "**42/29**", 1.0),
         ("232", "Which number?", "2**3**2", 0.0),
         ("0.5", "Which share?", "50%", 1.0),
@@ -254,6 +256,38 @@ def test_an_expression_of_the_question_is_an_answer_only_as_the_reference_writes
     assert value(rf"\boxed{{{worked_out}}}", reference, prompt=question) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"(-\infty,2)\cup(3,\infty)", r"x \in (-\infty, 2) \cup (3, \infty)", r"x \in (-\infty, 2)"),
+        (r"\pm 5", r"x = \pm 5", r"x = \pm 4"),
+        ("-5, 5", "x = -5, 5", "x = 5"),
+        ("(3,4)", "(x,y)=(3,4)", "(x,y)=(4,3)"),
+        ("(7,2)", "(x,y)=(7,2)", "(x,y)=(3+4,2)"),
+        ("x>2", "2<x", "2>x"),
+        ("x>2", r"(2,\infty)", r"(-\infty,2)"),
+        ("x>2", r"x \in (2,\infty)", "2"),
+        ("2", "x=2", "x>2"),
+    ],
+)
+def test_an_answer_may_be_a_relation_or_the_values_that_it_states(reference, right, wrong):
+    assert value(rf"\boxed{{{right}}}", reference) == 1.0
+    assert value(rf"\boxed{{{wrong}}}", reference) == 0.0
+
+
+@pytest.mark.parametrize("unit", ["dollars", "days", "cm", "eggs in all", "cups."])
+@pytest.mark.parametrize("form", ["18 {}", r"18\ {}", "18~{}", r"18\,{}", r"18\text{{ {}}}", r"\$18 {}"])
+def test_a_unit_in_a_box_is_no_part_of_the_number(form, unit):
+    assert value(rf"\boxed{{{form.format(unit)}}}", "18") == 1.0
+    assert value(rf"\boxed{{{form.format(unit)}}}", "8") == 0.0
+
+
+@pytest.mark.parametrize("word", ["percent", "thousand", "million", "pi"])
+@pytest.mark.parametrize("form", ["18 {}", "18~{}"])
+def test_a_word_that_changes_the_number_is_no_unit(form, word):
+    assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
+
+
 @pytest.mark.parametrize("response", ["$2^{10}$", r"\boxed{2^{10}}", "1024"])
 def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
     assert value(response, "2^{10}") == 1.0
@@ -271,6 +305,9 @@ def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
         ("1e5", "100000", "1"),
         ("-0.5", "The answer is -.5.", "The answer is .5."),
         ("-.5", "-0.5", "5"),
+        ("1.5", "The answer is 1 1/2 cups.", "The answer is 1 1/3 cups."),
+        ("1 1/2", "1.5", "1"),
+        ("-3/2", r"\boxed{-1 1/2}", r"\boxed{-1/2}"),
         ("3", "#### 3", "#### 1 or 2 or 3"),
         ("3", "The answer is 3 or 3.0.", "The answer is 1, 2, 3."),
         ("1", "#### $1$", "#### 0 1"),
