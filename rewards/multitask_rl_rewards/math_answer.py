@@ -27,6 +27,8 @@ _MARK = re.compile(
 _DISPLAYED = re.compile(r"\\\[(.*?)\\\]", re.DOTALL)
 _MINUS = re.compile("\u2212|(?<![\\w\u2013])\u2013(?=\\s?[\\d.\\\\])")
 _IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})\s?(?=\d{3}(?!\d))")
+_CJK = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff20]"
+_BESIDE_CJK = re.compile(rf"(?<={_CJK})(?=[-\d.$\\])|(?<=[\d$}}])(?={_CJK})")
 _QUOTES = "`\"'*_\u201c\u201d\u2018\u2019"
 _QUOTED = re.compile(f"[{_QUOTES}]+([^{_QUOTES}]+)[{_QUOTES}]+[.!]?")
 _IN_PARENTHESES = re.compile(r"\(\s*([-+]?\d+(?:\.\d+)?)\s*\)\.?")
@@ -54,9 +56,12 @@ _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _WITH_UNIT = re.compile(
     r"([-+]?\d[\d.,]*)(?:[\s~]|\\[ ,;:!])*"
-    r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*([^{}\\]+)\}|(?<!\d)([A-Za-z]{2}[A-Za-z .]*))"
+    r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*([^{}\\]+)\}|(?<!\d)([A-Za-z]{2}[A-Za-z .]*"
+    rf"|{_CJK}+))"
 )
-_NO_UNIT = re.compile(r"pi\b|hundred|thousand|[mbtr]+illion", re.IGNORECASE)
+_NO_UNIT = re.compile(
+    "pi\\b|hundred|thousand|[mbtr]+illion|[\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104]", re.IGNORECASE
+)
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -122,7 +127,9 @@ class MathAnswer:
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
-        response = _MINUS.sub("-", answer_of(rollout))
+        # math-verify takes no digit beside a letter for a number
+        response = _MINUS.sub("-", answer_of(rollout).replace("\uff05", "%"))
+        response = _BESIDE_CJK.sub(" ", response)
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)

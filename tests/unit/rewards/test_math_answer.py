@@ -53,6 +53,10 @@ def value(response: str, reference: object = "72", answer: str = "any", **row: o
         "\\$72",
         "72 (48 + 24)",
         "72\n\n48 + 24",
+        "\u7b54\u6848\u662f72\u3002",
+        "\u7b54\u6848\uff1a72",
+        "\u6240\u4ee5\u670948+24=72\u4e2a\u3002",
+        "\\boxed{72\u4e2a}",
     ],
 )
 def test_right_answers_in_many_forms_score_one(response):
@@ -82,6 +86,8 @@ def test_right_answers_in_many_forms_score_one(response):
         "`48 + 24`",
         "<answer>48 + 24</answer>",
         "<answer>71</answer> 72",
+        "\u7b54\u6848\u662f71\u3002",
+        "\u7b54\u6848\u662f-72\u3002",
     ],
 )
 def test_wrong_empty_and_garbage_answers_score_zero(response):
@@ -282,7 +288,7 @@ def test_a_unit_in_a_box_is_no_part_of_the_number(form, unit):
     assert value(rf"\boxed{{{form.format(unit)}}}", "8") == 0.0
 
 
-@pytest.mark.parametrize("word", ["percent", "thousand", "million", "pi"])
+@pytest.mark.parametrize("word", ["percent", "\uff05", "thousand", "million", "\u4e07", "pi"])
 @pytest.mark.parametrize("form", ["18 {}", "18~{}"])
 def test_a_word_that_changes_the_number_is_no_unit(form, word):
     assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
