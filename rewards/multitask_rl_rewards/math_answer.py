@@ -42,7 +42,7 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
-_MIXED = re.compile(r"(?<![\w./])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
+_MIXED = re.compile(r"(?<![\w./^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -60,7 +60,9 @@ _WITH_UNIT = re.compile(
     rf"|{_CJK}+))"
 )
 _NO_UNIT = re.compile(
-    "pi\\b|hundred|thousand|[mbtr]+illion|[\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104]", re.IGNORECASE
+    r"(?:pi|squared|cubed|halves|thirds|fourths)\b|hundred|thousand|[mbtr]+illion"
+    "|[\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104]",
+    re.IGNORECASE,
 )
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""

@@ -288,7 +288,7 @@ def test_a_unit_in_a_box_is_no_part_of_the_number(form, unit):
     assert value(rf"\boxed{{{form.format(unit)}}}", "8") == 0.0
 
 
-@pytest.mark.parametrize("word", ["percent", "\uff05", "thousand", "million", "\u4e07", "pi"])
+@pytest.mark.parametrize("word", ["percent", "\uff05", "thousand", "million", "\u4e07", "pi", "squared"])
 @pytest.mark.parametrize("form", ["18 {}", "18~{}"])
 def test_a_word_that_changes_the_number_is_no_unit(form, word):
     assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
@@ -313,6 +313,7 @@ def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
         ("-.5", "-0.5", "5"),
         ("1.5", "The answer is 1 1/2 cups.", "The answer is 1 1/3 cups."),
         ("1 1/2", "1.5", "1"),
+        ("x^2+3", "x^2+3", "x^2 3/4"),
         ("-3/2", r"\boxed{-1 1/2}", r"\boxed{-1/2}"),
         ("3", "#### 3", "#### 1 or 2 or 3"),
         ("3", "The answer is 3 or 3.0.", "The answer is 1, 2, 3."),
