@@ -149,7 +149,10 @@ class Regex:
 
 
 class Format:
-    """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0."""
+    """1 if the response is the given tags in order, each once and not empty, and nothing else; else 0.
+
+    A prompt may end with the first tag, as those of reasoning models do: the response then begins behind it.
+    """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
     one_by_one: ClassVar[bool] = True
@@ -175,7 +178,11 @@ class Format:
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[RewardResult]:
         """Return 1 or 0 per rollout."""
-        return [Score(value=float(self._holds(rollout.response.strip()))) for rollout in rollouts]
+        return [Score(value=float(self._holds(self._whole(rollout)))) for rollout in rollouts]
+
+    def _whole(self, rollout: Rollout) -> str:
+        first, text = f"<{self.config.tags[0]}>", rollout.response.strip()
+        return f"{first}{text}" if rollout.prompt.text.rstrip().endswith(first) else text
 
     def _holds(self, text: str) -> bool:
         for tag in self.config.tags:

@@ -72,6 +72,20 @@ def test_format_wants_each_tag_once_in_order_and_nothing_else(response, expected
     assert value(Format(Format.Config()), response) == expected
 
 
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        ("so</think><answer>4</answer>", 1.0),
+        ("</think><answer>4</answer>", 0.0),
+        ("<think>so</think><answer>4</answer>", 0.0),
+        ("<answer>4</answer>", 0.0),
+    ],
+)
+def test_format_begins_behind_the_tag_that_the_prompt_has_opened(response, expected):
+    (result,) = Format(Format.Config()).score([rollout(response, text="2 + 2?\n<think>\n")])
+    assert result == Score(value=expected)
+
+
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
 
 
