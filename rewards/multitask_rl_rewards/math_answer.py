@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
@@ -46,6 +47,7 @@ _MIXED = re.compile(r"(?<![\w./^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_RATIONAL = re.compile(r"-?\d{1,99}(?:\.\d{1,99}|/[1-9]\d{0,99})?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
 _DIVISION = re.compile(r"\\[cdt]?frac|\\(?:over|div)(?![a-z])|[\d)}]\s*[/:÷]\s*[\d({\\]")
 _FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
@@ -272,7 +274,7 @@ def _is_number(value: Any) -> bool:
 
     A number has one factor besides sign, percent sign, denominator and a power of ten.
     """
-    value = value.rhs if getattr(value, "rel_op", "") == "==" else value  # x = 408
+    value = _stated(value)
     if isinstance(value, str) or not getattr(value, "is_number", False):
         return False
     parts = value.args if value.is_Mul else (value,)
@@ -332,7 +334,16 @@ def _canonical(answer: str) -> str:
     """Return the text of the value that ``answer`` states, the same for 1/2 and 0.5; else its own text."""
     parse, _ = _library()
     found = parse(answer, parsing_timeout=None)
-    return str(found[0]) if found else _bare(answer)
+    text = str(_stated(found[0])) if found else _bare(answer)
+    if not _RATIONAL.fullmatch(text):
+        return text
+    number = Fraction(text)
+    return text if "/" in text and number.denominator == 1 else str(number)  # 12/4 is left to do
+
+
+def _stated(value: Any) -> Any:
+    """Return the right side of an equation, such as x = 408; else ``value``."""
+    return value.rhs if getattr(value, "rel_op", "") == "==" else value
 
 
 @lru_cache(maxsize=1)

@@ -294,6 +294,21 @@ def test_a_word_that_changes_the_number_is_no_unit(form, word):
     assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("responses", "answer"),
+    [
+        (["72", "72.0", r"\boxed{72}", r"\boxed{x = 72.00}", r"\boxed{72 eggs}"], "72"),
+        (["1/2", "0.5", ".50", r"\boxed{\frac{2}{4}}", "50%"], "1/2"),
+        (["-0.25", r"$-\frac14$"], "-1/4"),
+        (["144/2"], "144/2"),
+        ([r"$x^2+1$", r"$y=x^2+1$"], "x**2 + 1"),
+    ],
+)
+def test_one_value_is_one_answer_for_the_majority_however_it_is_written(responses, answer):
+    scores = MathAnswer(MathAnswer.Config()).score([rollout(r, reference="3") for r in responses])
+    assert [score.answer for score in scores] == [answer] * len(responses)
+
+
 @pytest.mark.parametrize("response", ["$2^{10}$", r"\boxed{2^{10}}", "1024"])
 def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
     assert value(response, "2^{10}") == 1.0
