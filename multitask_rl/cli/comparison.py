@@ -44,6 +44,7 @@ from multitask_rl.report.differences import (
     measure_the_same,
     share_prompts,
 )
+from multitask_rl.statistics.intervals import mean_of
 from multitask_rl.statistics.seeds import mean_of_arm
 from multitask_rl.tracking.reading import Evaluation, RunRecord, former_names
 from multitask_rl.tracking.spending import COSTS, Spending, read_spending
@@ -481,7 +482,7 @@ def costs(
         chosen = arms[0].evaluations(task, step)
         base[task] = chosen[0]
         means = [e.mean for e in chosen if math.isfinite(e.mean)]
-        levels[task] = level if level is not None else math.fsum(means) / len(means) if means else math.nan
+        levels[task] = mean_of(means) if level is None else level
     spent: list[dict[str, float]] = []
     reached: list[dict[str, Any]] = []
     notes: list[str] = []
@@ -585,7 +586,7 @@ def _dominances(arms: Sequence[Arm], step: int | None) -> dict[str, list[str]]:
     points = []
     for arm in arms:
         chosen = [arm.evaluations(task, step) for task in tasks]
-        points.append([own[0].direction.sign * math.fsum(e.mean for e in own) / len(own) for own in chosen])
+        points.append([own[0].direction.sign * mean_of([e.mean for e in own]) for own in chosen])
     return {
         arm.name: [
             other.name

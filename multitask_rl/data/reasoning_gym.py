@@ -99,7 +99,7 @@ def entry_of(row: Row) -> dict[str, Any]:
 def answer_in(text: str, tag: str) -> str:
     """Return the content of the last ``<tag>...</tag>``; ``text`` if it has none, or ``tag`` is empty."""
     if tag:  # no regular expression: the text may be hostile
-        start = text.rfind(f"<{tag}>")
+        start = text.rfind(f"<{tag}>", 0, max(0, text.rfind(f"</{tag}>")))
         end = text.find(f"</{tag}>", start)
         if 0 <= start < end:
             return text[start + len(tag) + 2 : end]

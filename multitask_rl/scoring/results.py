@@ -163,9 +163,12 @@ def _checked(
 
 
 def _number(value: Any) -> float | None:
-    """Return ``value`` as a float, or None if it is no number; text is none."""
+    """Return ``value`` as a float, or None if it is no number; text is none. A larger number is infinite."""
     if isinstance(value, numbers.Real):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:  # an integer of 400 digits
+            return math.inf if value > 0 else -math.inf  # type: ignore[operator]
     if isinstance(value, (str, bytes, complex)) or not hasattr(value, "item"):
         return None
     try:  # 0-dimensional array or tensor

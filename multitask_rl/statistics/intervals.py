@@ -74,8 +74,7 @@ def summarise(
             by_prompt.setdefault(owner, []).append(value)
     found = [value for own in by_prompt.values() for value in own]
     n, units = len(found), len(by_prompt)
-    # rounding can make the mean of equal values differ from them; that is no spread
-    mean = min(max(math.fsum(found) / n, min(found)), max(found)) if n else math.nan
+    mean = mean_of(found)
     error = math.nan
     if units > 1:
         excess = math.fsum(math.fsum(value - mean for value in own) ** 2 for own in by_prompt.values())
@@ -86,9 +85,17 @@ def summarise(
         rate = ((mean - bottom) / (top - bottom) * n + 2) / (n + 4)
         least = (top - bottom) * math.sqrt(rate * (1 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)
-    means = {owner: math.fsum(own) / len(own) for owner, own in by_prompt.items()}
+    means = {owner: mean_of(own) for owner, own in by_prompt.items()}
     kept = [means.get(owner, math.nan) for owner in keep]
     return Statistic(mean=mean, n=n, error=error, direction=direction, low=low, high=high, values=kept)
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean, which lies between the least and the largest value; NaN without values.
+
+    ``fmean`` rounds: its mean of three times 0.1 is above 0.1, which a test would take for a difference.
+    """
+    return min(max(math.fsum(values) / len(values), min(values)), max(values)) if values else math.nan
 
 
 def student_tails(t: float, degrees: float) -> float:
@@ -153,7 +160,7 @@ def compare_means(base: Sequence[float], other: Sequence[float], *, paired: bool
     else:
         first, second = [a for a in base if math.isfinite(a)], [b for b in other if math.isfinite(b)]
     n, m = len(first), len(second)
-    start, end = (fmean(side) if side else math.nan for side in (first, second))
+    start, end = mean_of(first), mean_of(second)
     low = high = p_value = math.nan
     if min(n, m) > 1 and paired:
         differences = [b - a for a, b in zip(first, second, strict=True)]

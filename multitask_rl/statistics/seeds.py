@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from multitask_rl.statistics.intervals import Difference, compare_means, is_noise
+from multitask_rl.statistics.intervals import Difference, compare_means, is_noise, mean_of
 
 Values = NDArray[np.float64]
 _SHARPNESS = 4 / 3
@@ -140,7 +140,7 @@ def compare_arms(
     if not crossed:
         if min(len(base), len(other)) < 2:
             return compare_means(*([v for run in arm for v in run] for arm in (base, other)), paired=False)
-        means = ([float(np.nanmean(_array(run))) for run in arm] for arm in (base, other))
+        means = ([mean_of([v for v in run if math.isfinite(v)]) for run in arm] for arm in (base, other))
         return compare_means(*means, paired=paired_seeds)
     first, second = (np.array([_array(run) for run in arm]) for arm in (base, other))
     if paired:
@@ -148,10 +148,10 @@ def compare_arms(
         first, second = first[:, whole], second[:, whole]
     else:
         first, second = (own[:, np.isfinite(own).all(0)] for own in (first, second))
+    per_prompt = [own.mean(0).clip(own.min(0), own.max(0)) for own in (first, second)]  # as ``mean_of``
     if min(len(first), len(second)) < 2 or min(first.shape[1], second.shape[1]) < 2:
-        return compare_means(first.mean(0).tolist(), second.mean(0).tolist(), paired=paired)
+        return compare_means(*(own.tolist() for own in per_prompt), paired=paired)
     layers = [second - first] if paired and paired_seeds else [first, second]
-    per_prompt = [own.mean(0) for own in (first, second)]
     profile = [per_prompt[1] - per_prompt[0]] if paired else per_prompt
     found = spread_of(layers, profile)
     if is_noise(math.sqrt(found.total), [*per_prompt[0], *per_prompt[1]]):

@@ -44,12 +44,12 @@ class Evaluation:
 
     @property
     def mean(self) -> float:
-        """Mean of the prompts that could be scored; NaN without one."""
+        """Mean of the prompts that could be scored, between their least and largest; NaN without one."""
         found = self.values
         if math.isnan(total := math.fsum(found)):
             found = [value for value in found if math.isfinite(value)]
             total = math.fsum(found)
-        return total / len(found) if found else math.nan
+        return min(max(total / len(found), min(found)), max(found)) if found else math.nan
 
 
 @dataclass(kw_only=True, slots=True)

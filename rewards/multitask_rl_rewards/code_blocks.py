@@ -83,11 +83,11 @@ def _fenced(text: str) -> list[tuple[str, str]]:
     """Return label and content of every fenced block, in one pass over the lines."""
     blocks: list[tuple[str, str]] = []
     fence, label, lines = "", "", list[str]()
-    for line in text.split("\n"):
+    for line in text.replace("\r\n", "\n").split("\n"):
         if not fence:
             if opening := _OPENING.match(line):
                 fence, label, lines = opening[1], opening[2], []
-        elif line.strip(" \t") == fence:
+        elif (stripped := line.strip(" \t")).startswith(fence) and not stripped.strip(fence[0]):
             blocks.append((label, "".join(f"{inner}\n" for inner in lines)))
             fence = ""
         else:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import datasets
 
@@ -28,11 +29,17 @@ else:
         del sys.modules["transformers"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_DASHES = str.maketrans("\u2212\u2013\u2010\u2011", "----")
+_ASCII_SIGNS = str.maketrans(
+    "\u2212\u2013\u2010\u2011\u2018\u2019\u201c\u201d\u00ab\u00bb\u300c\u300d"
+    "\u3002\uff0e\uff0c\uff01\uff1f\uff1a\uff1b\uff08\uff09",
+    "----''" + 6 * '"' + "..,!?:;()",
+    "\u200b\u2026",
+)
+"""Dashes, typographic quotes, signs of Chinese and Japanese; zero-width spaces and ellipses go."""
 _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 _LONE_SIGN = re.compile(r"(?<!\S)[^\w\s]++(?!\S)")
 _DROPPED = re.compile(
-    r"[!\"'(),;?\[\]`{}]|\.(?!\d)|(?<!\d):|:(?!\d)|-(?![\d-])|(?<=[^\W\d])-|(?<!\S)\+(?=\d)"
+    r"[!\"'();?\[\]`{}]|,(?!\d)|(?<!\d),|\.(?!\d)|(?<!\d):|:(?!\d)|-(?![\d-])|(?<=[^\W\d])-|(?<!\S)\+(?=\d)"
     r"|(?<![^\W_])_|_(?![^\W_])|(?<![\w*])\*++|(?<!\*)\*++(?![\w*])"
 )
 """Without the signs that carry meaning: see ``normalise``."""
@@ -45,14 +52,14 @@ def normalise(text: str) -> str:
     """Lower-case, without articles, repeated spaces and the punctuation of sentences.
 
     Based on SQuAD (arXiv:1606.05250, section 6.1), which drops all punctuation and so takes -5 for 5, 3.14
-    for 314 and C++ for C. Here signs that carry meaning stay: a minus before a digit, ``. : -`` between
+    for 314 and C++ for C. Here signs that carry meaning stay: a minus before a digit, ``. , : -`` between
     digits, ``* _`` inside words, and ``+ # / % $ = < > & @ ^ | ~`` and backslash anywhere but alone. Commas
-    between thousands and zeros at the end of decimals go.
+    between thousands and zeros at the end of decimals go. Quotes and accents count alike in all spellings.
 
     >>> normalise("The  Eiffel-Tower!"), normalise("-1,000.50"), normalise("**C++**.")
     ('eiffeltower', '-1000.5', 'c++')
     """
-    text = _THOUSANDS.sub("", text.lower().translate(_DASHES))
+    text = _THOUSANDS.sub("", normalize("NFC", text.lower()).translate(_ASCII_SIGNS))
     text = _DROPPED.sub("", _LONE_SIGN.sub(" ", text))
     words = _ARTICLES.sub(" ", text).split()
     return " ".join(word.rstrip("0").rstrip(".") if _DECIMAL.fullmatch(word) else word for word in words)
@@ -143,7 +150,8 @@ def compute_rouge(kind: str) -> Callable[[str, str], float]:
 def _tokens(prediction: str, reference: str) -> tuple[list[str], list[str]]:
     """Words of both; signs of both where the reference has no word (``:-)``)."""
     pattern = _WORDS if _WORDS.search(reference) else _SIGNS
-    return pattern.findall(prediction.lower()), pattern.findall(reference.lower())
+    given, wanted = (pattern.findall(normalize("NFC", text.lower())) for text in (prediction, reference))
+    return given, wanted
 
 
 def _ngrams(words: Sequence[str], size: int) -> Counter[tuple[str, ...]]:

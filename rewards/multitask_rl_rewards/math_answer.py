@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
@@ -27,6 +28,8 @@ _MARK = re.compile(
 _DISPLAYED = re.compile(r"\\\[(.*?)\\\]", re.DOTALL)
 _MINUS = re.compile("\u2212|(?<![\\w\u2013])\u2013(?=\\s?[\\d.\\\\])")
 _IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,!;: ]|\{,\})\s?(?=\d{3}(?!\d))")
+_CJK = "[\u3000-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff0f\uff1a-\uff20]"
+_BESIDE_CJK = re.compile(rf"(?<={_CJK})(?=[-\d.$\\])|(?<=[\d$}}])(?={_CJK})")
 _QUOTES = "`\"'*_\u201c\u201d\u2018\u2019"
 _QUOTED = re.compile(f"[{_QUOTES}]+([^{_QUOTES}]+)[{_QUOTES}]+[.!]?")
 _IN_PARENTHESES = re.compile(r"\(\s*([-+]?\d+(?:\.\d+)?)\s*\)\.?")
@@ -40,8 +43,11 @@ _EMPHASIS = re.compile(r"(?<![\w*])\*\*(?=\S)([^*\n]+)\*\*(?![\w*])")
 _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
+_MIXED = re.compile(r"(?<![\w./^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
+_BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_RATIONAL = re.compile(r"-?\d{1,99}(?:\.\d{1,99}|/[1-9]\d{0,99})?")
 _BETWEEN_GUESSES = re.compile(r"[,;|]|\b(?:or|and)\b", re.IGNORECASE)
 _DIVISION = re.compile(r"\\[cdt]?frac|\\(?:over|div)(?![a-z])|[\d)}]\s*[/:÷]\s*[\d({\\]")
 _FRACTION = re.compile(r"\\[dt]?frac\s?(?:\{([^{}]*)\}|(\w))(?:\{([^{}]*)\}|(\w))")
@@ -50,6 +56,16 @@ _COUNTED = re.compile(r"\\[dt]?binom|\\choose|\\det(?![a-z])|matrix\}")
 _COMPUTED = re.compile(f"{_DIVISION.pattern}|{_COUNTED.pattern}")
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathbf|mathrm|mbox)\{\s*([-+]?[\d.,]+)\s*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
+_WITH_UNIT = re.compile(
+    r"([-+]?\d[\d.,]*)(?:[\s~]|\\[ ,;:!])*"
+    r"(?:\\(?:text|textbf|mathrm|mbox)\{\s*([^{}\\]+)\}|(?<!\d)([A-Za-z]{2}[A-Za-z .]*"
+    rf"|{_CJK}+))"
+)
+_NO_UNIT = re.compile(
+    r"(?:pi|squared|cubed|halves|thirds|fourths)\b|hundred|thousand|[mbtr]+illion"
+    "|[\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104]",
+    re.IGNORECASE,
+)
 _MAX_CHARS = 4_000
 """Only the end of a response can hold its final answer; extraction time grows with the length."""
 
@@ -115,13 +131,19 @@ class MathAnswer:
         gold = _parse_reference(reference)
         if not gold:
             return data_failure(f"reference {reference!r} is not a mathematical expression", "math_answer")
-        response = _MINUS.sub("-", answer_of(rollout))
+        # math-verify takes no digit beside a letter for a number
+        response = _MINUS.sub("-", answer_of(rollout).replace("\uff05", "%"))
+        response = _BESIDE_CJK.sub(" ", response)
         answer = self._final_answer(_EMPHASIS.sub(r"\1", without_question(response, rollout)))
         if not answer:
             return Score(value=0.0)
         if _are_guesses(answer) and not _are_guesses(reference):
             return Score(value=0.0)
         answer = _write_out(_WRAPPED.sub(r"\1", _plain(answer)))
+        unit = _WITH_UNIT.fullmatch((last_boxed(answer) or "").strip())
+        if unit and _is_number(gold[0]) and not _NO_UNIT.match(unit[2] or unit[3]):
+            # as text: in a formula math-verify takes letters of unknown words for variables
+            answer = f"{unit[1]} {unit[2] or unit[3]}"
         if _is_copied(answer, reference, question_of(rollout)):
             return Score(value=0.0)
         if "\\" in answer and not re.search(r"\$|\\[\[(]", answer) and not _WORD.search(answer):
@@ -219,7 +241,9 @@ def _are_guesses(text: str) -> bool:
 
 
 def _write_out(text: str) -> str:
-    """Return ``text`` with 1e5 as 100000: math-verify would read the 1 alone."""
+    """Return ``text`` with 1e5 as 100000, -.5 as -0.5 and 1 1/2 as 3/2, which math-verify would misread."""
+    text = _BARE_POINT.sub("0.", text)
+    text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{int(m[3])}", text)
     return _POWER_OF_TEN.sub(lambda match: format(Decimal(match[0]), "f"), text)
 
 
@@ -250,7 +274,7 @@ def _is_number(value: Any) -> bool:
 
     A number has one factor besides sign, percent sign, denominator and a power of ten.
     """
-    value = getattr(value, "rhs", value)  # x = 408
+    value = _stated(value)
     if isinstance(value, str) or not getattr(value, "is_number", False):
         return False
     parts = value.args if value.is_Mul else (value,)
@@ -272,6 +296,9 @@ def _is_worked_out(value: Any) -> bool:
     """
     from sympy import Symbol
     from sympy.core.parameters import distribute
+
+    if getattr(value, "is_Relational", False):  # built anew, "x = a set" is False
+        return all(map(_is_worked_out, value.args))
 
     def built_anew(part: Any) -> Any:
         if _may_stay(part):
@@ -307,7 +334,16 @@ def _canonical(answer: str) -> str:
     """Return the text of the value that ``answer`` states, the same for 1/2 and 0.5; else its own text."""
     parse, _ = _library()
     found = parse(answer, parsing_timeout=None)
-    return str(found[0]) if found else _bare(answer)
+    text = str(_stated(found[0])) if found else _bare(answer)
+    if not _RATIONAL.fullmatch(text):
+        return text
+    number = Fraction(text)
+    return text if "/" in text and number.denominator == 1 else str(number)  # 12/4 is left to do
+
+
+def _stated(value: Any) -> Any:
+    """Return the right side of an equation, such as x = 408; else ``value``."""
+    return value.rhs if getattr(value, "rel_op", "") == "==" else value
 
 
 @lru_cache(maxsize=1)

@@ -787,6 +787,20 @@ def test_values_of_another_metric_reach_no_level_and_dominate_nothing(
     assert result["reached"][1]["a"]["samples"] == 64, "not the 0 of its step 0, which had another metric"
 
 
+def test_runs_of_equal_values_reach_the_level_of_their_own_mean_and_dominate_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The mean of three times 0.1 is above 0.1 in floating point."""
+    runs = []
+    for name, seed, number in (("a", 0, 4), ("a", 1, 3), ("a", 2, 4), ("b", 0, 4)):
+        directory = tmp_path / f"{name}{seed}"
+        runs.append(_write_run(directory, [(4, "math", [0.1] * number)], {"seed": seed, "x": name}))
+        _steps(runs[-1], 1, 4)
+    result = _costs(capsys, *runs)
+    assert [(own["math"]["reached"], own["math"]["runs"]) for own in result["reached"]] == [(3, 3), (1, 1)]
+    assert not any(result["dominates"].values())
+
+
 def test_costs_of_a_fork_and_of_a_run_without_records_are_not_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -36,6 +36,8 @@ def test_last_block_that_defines_the_entry_point_is_taken():
         ("<think>```python\nx = 0\n```</think>```python\nx = 1\n```", "x = 1\n"),
         ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
         ("```py3\nx = 1\n```", "x = 1\n"),
+        ("```python\r\nx = 1\r\n```\r\nDone.", "x = 1\n"),
+        ("```python\nx = 1\n````\nDone.", "x = 1\n"),
         ("```python\nx = 1\n```\nIt prints:\n```\nYES\n```", "x = 1\n"),
         ("```\nx = 0\n```\n```\nx = 1\n```", "x = 1\n"),
     ],

@@ -53,6 +53,10 @@ def value(response: str, reference: object = "72", answer: str = "any", **row: o
         "\\$72",
         "72 (48 + 24)",
         "72\n\n48 + 24",
+        "\u7b54\u6848\u662f72\u3002",
+        "\u7b54\u6848\uff1a72",
+        "\u6240\u4ee5\u670948+24=72\u4e2a\u3002",
+        "\\boxed{72\u4e2a}",
     ],
 )
 def test_right_answers_in_many_forms_score_one(response):
@@ -82,6 +86,8 @@ def test_right_answers_in_many_forms_score_one(response):
         "`48 + 24`",
         "<answer>48 + 24</answer>",
         "<answer>71</answer> 72",
+        "\u7b54\u6848\u662f71\u3002",
+        "\u7b54\u6848\u662f-72\u3002",
     ],
 )
 def test_wrong_empty_and_garbage_answers_score_zero(response):
@@ -171,6 +177,8 @@ def test_worked_solutions_of_gsm8k_score_one():
         ("5", "How many apples?", "5%", 0.0),
         ("5", "How many apples?", "The answer is 5 percent.", 0.0),
         ("5", "How many apples?", r"\boxed{5\%}", 0.0),
+        ("5", "How many apples?", r"\boxed{5\text{ percent}}", 0.0),
+        ("5", "What percentage of the apples?", r"\boxed{5\text{ percent}}", 1.0),
         ("42/29", "Which share?", "**42/29**", 1.0),
         ("232", "Which number?", "2**3**2", 0.0),
         ("0.5", "Which share?", "50%", 1.0),
@@ -254,6 +262,53 @@ def test_an_expression_of_the_question_is_an_answer_only_as_the_reference_writes
     assert value(rf"\boxed{{{worked_out}}}", reference, prompt=question) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        (r"(-\infty,2)\cup(3,\infty)", r"x \in (-\infty, 2) \cup (3, \infty)", r"x \in (-\infty, 2)"),
+        (r"\pm 5", r"x = \pm 5", r"x = \pm 4"),
+        ("-5, 5", "x = -5, 5", "x = 5"),
+        ("(3,4)", "(x,y)=(3,4)", "(x,y)=(4,3)"),
+        ("(7,2)", "(x,y)=(7,2)", "(x,y)=(3+4,2)"),
+        ("x>2", "2<x", "2>x"),
+        ("x>2", r"(2,\infty)", r"(-\infty,2)"),
+        ("x>2", r"x \in (2,\infty)", "2"),
+        ("2", "x=2", "x>2"),
+    ],
+)
+def test_an_answer_may_be_a_relation_or_the_values_that_it_states(reference, right, wrong):
+    assert value(rf"\boxed{{{right}}}", reference) == 1.0
+    assert value(rf"\boxed{{{wrong}}}", reference) == 0.0
+
+
+@pytest.mark.parametrize("unit", ["dollars", "days", "cm", "eggs in all", "cups."])
+@pytest.mark.parametrize("form", ["18 {}", r"18\ {}", "18~{}", r"18\,{}", r"18\text{{ {}}}", r"\$18 {}"])
+def test_a_unit_in_a_box_is_no_part_of_the_number(form, unit):
+    assert value(rf"\boxed{{{form.format(unit)}}}", "18") == 1.0
+    assert value(rf"\boxed{{{form.format(unit)}}}", "8") == 0.0
+
+
+@pytest.mark.parametrize("word", ["percent", "\uff05", "thousand", "million", "\u4e07", "pi", "squared"])
+@pytest.mark.parametrize("form", ["18 {}", "18~{}"])
+def test_a_word_that_changes_the_number_is_no_unit(form, word):
+    assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("responses", "answer"),
+    [
+        (["72", "72.0", r"\boxed{72}", r"\boxed{x = 72.00}", r"\boxed{72 eggs}"], "72"),
+        (["1/2", "0.5", ".50", r"\boxed{\frac{2}{4}}", "50%"], "1/2"),
+        (["-0.25", r"$-\frac14$"], "-1/4"),
+        (["144/2"], "144/2"),
+        ([r"$x^2+1$", r"$y=x^2+1$"], "x**2 + 1"),
+    ],
+)
+def test_one_value_is_one_answer_for_the_majority_however_it_is_written(responses, answer):
+    scores = MathAnswer(MathAnswer.Config()).score([rollout(r, reference="3") for r in responses])
+    assert [score.answer for score in scores] == [answer] * len(responses)
+
+
 @pytest.mark.parametrize("response", ["$2^{10}$", r"\boxed{2^{10}}", "1024"])
 def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
     assert value(response, "2^{10}") == 1.0
@@ -269,6 +324,12 @@ def test_where_the_reference_is_a_computation_it_may_be_left_to_do(response):
         (r"\frac12", r"The answer is \frac{1}{2} of it.", r"The answer is 3+\frac{1}{2}"),
         ("100000", "The answer is 1e5.", "The answer is 1e-5."),
         ("1e5", "100000", "1"),
+        ("-0.5", "The answer is -.5.", "The answer is .5."),
+        ("-.5", "-0.5", "5"),
+        ("1.5", "The answer is 1 1/2 cups.", "The answer is 1 1/3 cups."),
+        ("1 1/2", "1.5", "1"),
+        ("x^2+3", "x^2+3", "x^2 3/4"),
+        ("-3/2", r"\boxed{-1 1/2}", r"\boxed{-1/2}"),
         ("3", "#### 3", "#### 1 or 2 or 3"),
         ("3", "The answer is 3 or 3.0.", "The answer is 1, 2, 3."),
         ("1", "#### $1$", "#### 0 1"),

@@ -74,7 +74,12 @@ def test_format_wants_each_tag_once_in_order_and_nothing_else(response, expected
 
 @pytest.mark.parametrize(
     ("response", "expected"),
-    [("3?</think><answer>4</answer>", 1.0), ("<think>3?</think><answer>4</answer>", 1.0), ("4", 0.0)],
+    [
+        ("3?</think><answer>4</answer>", 1.0),
+        ("</think><answer>4</answer>", 0.0),
+        ("<think>3?</think><answer>4</answer>", 1.0),
+        ("4", 0.0),
+    ],
 )
 def test_a_tag_that_the_prompt_has_opened_is_open(response: str, expected: float) -> None:
     (found,) = Format(Format.Config()).score([rollout(response, "q<think>\n")])

@@ -100,6 +100,30 @@ def test_one_bad_row_leaves_its_neighbours_alone():
     assert [getattr(r, "value", r.__class__.__name__) for r in results] == [1.0, "Failure", 0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("response", "reference"),
+    [
+        ("Sa\u0303o Paulo", "S\u00e3o Paulo"),
+        ("\u201cParis\u201d", "Paris"),
+        ("O\u2019Brien", "O'Brien"),
+        ("Paris\u2026", "Paris"),
+        ("\u5df4\u9ece\u3002", "\u5df4\u9ece"),
+    ],
+)
+def test_one_text_in_two_spellings_of_unicode_is_equal(response, reference):
+    assert exact(response, reference) == exact(reference, response) == 1.0
+    assert one(F1(F1.Config()), response, reference=reference) == Score(value=1.0)
+    assert one(Rouge(Rouge.Config()), "Sa\u0303o", reference="S\u00e3o") == Score(value=1.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "same", "other"),
+    [("2,5", "2,5", "25"), ("1,2", "(1,2)", "12"), ("June 5, 2012,", "June 5 2012", "June 52012")],
+)
+def test_a_comma_between_digits_counts_unless_it_parts_thousands(response, same, other):
+    assert (exact(response, same), exact(response, other), exact("1,234,567", "1234567")) == (1.0, 0.0, 1.0)
+
+
 def test_f1_counts_shared_words():
     f1 = F1(F1.Config())
     assert one(f1, "the red house", reference="house red big").value == pytest.approx(0.8)

@@ -124,6 +124,8 @@ def test_config_fills_parameters_of_a_function(tmp_path: Path) -> None:
         ("{'score': 0.5, 'acc': True, 'pred': 'x'}", Score(value=0.5, components={"acc": 1.0}, answer="x")),
         ("{'acc': 1}", "returned a mapping without 'score': keys ['acc']"),
         ("float('inf')", "returned inf, not a finite number"),
+        ("-10**400", "returned -inf, not a finite number"),
+        ("{'score': 0.5, 'guess': 10**400}", Score(value=0.5)),
         ("'0.5'", "returned '0.5', not a number"),
         ("[0.5]", "returned [0.5], not a number; a batch function names its parameter 'responses'"),
         ("1j", "returned 1j, not a number"),
@@ -139,13 +141,17 @@ def test_results_are_read_strictly(tmp_path: Path, expression: str, expected: An
 
 
 def test_plain_function_as_a_constraint(tmp_path: Path) -> None:
-    file = write(tmp_path, "def long(response): return len(response) / 10\n")
+    file = write(
+        tmp_path, "def long(response): return len(response) / 10 if response[:1] != 'z' else 9**999\n"
+    )
     constraint = find_plugin("constraint", f"{file}:long", "here").build({})
     assert isinstance(constraint, Constraint)
-    results = Grader("constraint", constraint, "c").grade([make_rollout("a" * n) for n in (1, 6, 11)])
-    assert results[:2] == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
-    assert isinstance(results[2], Failure)
-    assert results[2].message == "returned the cost 1.1, outside [0, 1]"
+    texts = ["a", "a" * 6, "a" * 11, "z"]
+    *verdicts, above, huge = Grader("constraint", constraint, "c").grade([make_rollout(t) for t in texts])
+    assert verdicts == [Verdict(cost=0.1, violated=False), Verdict(cost=0.6, violated=True)]
+    for result, cost in ((above, "1.1"), (huge, "inf")):
+        assert isinstance(result, Failure)
+        assert result.message == f"returned the cost {cost}, outside [0, 1]"
 
 
 @pytest.mark.parametrize("name", ["math.py", "code.py", "typing.py", "random.py"])
@@ -331,10 +337,11 @@ def test_every_reasoning_gym_verifier_accepts_its_own_answers() -> None:
 
     entry = reasoning_gym.create_dataset("leg_counting", size=1, seed=1)[0]
     row = {"prompt": entry["question"], **entry}
-    texts = [f"So <answer>{entry['answer']}</answer>", entry["answer"], "no idea"]
-    scores = values("reasoning_gym:leg_counting", [make_rollout(t, row=row) for t in texts])
-    assert scores[:2] == [1.0, 1.0]
-    assert scores[2] < 1.0
+    tagged = f"<answer>{entry['answer']}</answer>"
+    texts = [f"So {tagged}", entry["answer"], f"{tagged} Again: <answer>", f"{tagged} </answer>", "no idea"]
+    *right, wrong = values("reasoning_gym:leg_counting", [make_rollout(t, row=row) for t in texts])
+    assert right == [1.0] * 4
+    assert wrong < 1.0
     with pytest.raises(PluginError, match="unknown reasoning-gym data set 'leg_countng'; did you mean"):
         resolve_reward(RewardSpec(plugin="reasoning_gym:leg_countng"), "here")
 

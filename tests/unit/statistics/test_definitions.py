@@ -354,3 +354,4 @@ def test_of_rewards_that_exclude_each_other_the_one_that_applies_is_what_can_be_
 def test_equal_values_have_exactly_their_mean_and_no_error():
     found = summarise([0.1, 0.1, 0.1])
     assert (found.mean, found.error) == (0.1, 0.0)
+    assert summarise([0.1, 0.1, 0.1], ["a"] * 3, keep=["a"]).values == [0.1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -48,6 +49,16 @@ def test_equal_runs_have_no_interval() -> None:
     found = compare_arms([[0.5] * 9] * 3, [[0.5] * 9] * 3, paired=True, paired_seeds=True)
     assert found.verdict(higher_is_better=True) == "not told apart"
     assert math.isnan(found.low)
+
+
+@pytest.mark.parametrize("value", [0.1, 0.7, 0.9])
+def test_equal_values_are_not_told_apart_whatever_their_number(value: float) -> None:
+    for n, m in itertools.product(range(1, 14), repeat=2):
+        arms = compare_arms([[value] * 20] * n, [[value] * 20] * m, paired=True)
+        runs = compare_arms([[value] * n] * 6, [[value] * m] * 6, paired=False, crossed=False)
+        prompts = compare_means([value] * (n + 5), [value] * (m + 5), paired=False)
+        for found in (arms, runs, prompts):
+            assert (found.delta, found.verdict(higher_is_better=True)) == (0.0, "not told apart"), (n, m)
 
 
 @pytest.mark.parametrize("paired_seeds", [True, False])

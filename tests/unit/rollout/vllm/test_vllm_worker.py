@@ -60,6 +60,22 @@ def test_keys_and_values_of_old_weights_are_not_kept_in_silence() -> None:
         WeightLoader(llm, lambda: [0.0], num_elsewhere=0).load({"weight": torch.ones(1)})
 
 
+def test_copies_that_lose_a_small_update_do_not_take_the_place_of_reloads() -> None:
+    held = torch.zeros(1)
+
+    def take(method: str, args: tuple[str, dict[str, torch.Tensor]]) -> list[str]:
+        if args[0] != "copy":  # copies lose every update
+            held.copy_(args[1]["weight"])
+        return [""]
+
+    llm = SimpleNamespace(collective_rpc=take, reset_prefix_cache=lambda: True)
+    loader = WeightLoader(llm, held.tolist, num_elsewhere=0)
+    for number in range(6):  # as small as the updates of a warm-up
+        loader.load({"weight": torch.tensor([1e-4 * number])})
+        assert held.item() == pytest.approx(1e-4 * number)
+    assert not loader.is_proven
+
+
 class _Refuses(VLLMEngine):
     """Started, with a model of which vLLM does not know the names of weights."""
 
