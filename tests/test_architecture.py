@@ -22,7 +22,7 @@ PACKAGES = {
 
 TIERS = [
     {"errors", "lazy"},
-    {"seeding", "products", "boundary", "attention", "sandbox.cell"},
+    {"seeding", "boundary", "attention", "sandbox.cell"},
     {"config.schema"},
     {"records"},
     {"contracts"},

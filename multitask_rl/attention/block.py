@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from multitask_rl import products
+from multitask_rl.attention import products
 from multitask_rl.attention.float32 import LONGEST, attend_float32, score_dtype
 from multitask_rl.attention.interface import check_options
 

@@ -27,7 +27,6 @@ from multitask_rl.executor.replica import EngineReplica, without_monitors
 from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import MergedWeights
 from multitask_rl.models.weights import WeightStream, cut_buckets, like_of
-from multitask_rl.products import multiply_with_onednn
 from multitask_rl.records import Event
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.rollout.snapshot import build_engine
@@ -119,7 +118,6 @@ class RayEngine(RolloutEngine):
         def build(index: int) -> tuple[RolloutEngine, Actor]:
             from transformers import AutoModelForCausalLM
 
-            multiply_with_onednn()
             if not directory.is_dir():
                 raise EngineError(
                     f"the node of rollout replica {index} does not see {directory}; output_dir must lie on a "

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.attention.float32 import use_float32_attention
+from multitask_rl.attention.products import multiply_with_onednn
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.config.schema.ranges import suggest
@@ -63,6 +64,7 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
     ) -> None:
+        multiply_with_onednn()
         self.model = model.eval()  # PEFT returns modules in training mode
         self.tokenizer = tokenizer
         self.config = config

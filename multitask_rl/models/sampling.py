@@ -124,12 +124,13 @@ def sample_tokens(
         Tokens [B] int64 and their log-probabilities [B] float32 under the sampled distribution; for
         temperature 0 under that of temperature 1.
     """
-    logits = logits.float()
+    given, logits = logits, logits.float()
     if temperature == 0:
         probabilities = logits.softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
         return tokens, probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
-    probabilities = keep_top(logits / temperature, top_k, top_p).softmax(dim=-1)
+    logits = logits / temperature if logits is given else logits.div_(temperature)
+    probabilities = keep_top(logits, top_k, top_p).softmax(dim=-1)
     tokens = invert(probabilities, uniforms)
     chosen = probabilities.gather(-1, tokens)
     if bool((chosen == 0).any()):
@@ -150,7 +151,9 @@ def invert(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     size = probabilities.shape[-1]
     width = min(size, BLOCK)
-    blocks = pad(probabilities, (0, -size % width)).view(len(probabilities), -1, width)
+    # ``pad`` copies, also by 0 places
+    whole = pad(probabilities, (0, -size % width)) if size % width else probabilities
+    blocks = whole.reshape(len(probabilities), -1, width)
     masses = blocks.sum(dim=-1).cumsum(dim=-1)
     threshold = uniforms.unsqueeze(-1) * masses[:, -1:]
     # u * total can round up to the total itself: the last block with mass, not one past it

@@ -8,7 +8,6 @@ from typing import Any
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
-from multitask_rl.products import multiply_with_onednn
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.results import Result, failed, failure_of, no_column, to_result, to_verdict
@@ -56,7 +55,6 @@ class PluginPlan:
     def build(self) -> Grader:
         """Return the plugin behind its checks, warmed up; ``MultitaskRLError`` where that fails."""
         plugin = find_plugin(self.kind, self.reference, self.where).build(self.config)
-        multiply_with_onednn()  # a worker of its own computes what the trainer's process would
         grader = Grader(self.kind, plugin, self.source, self.range)
         try:
             grader.warm_up()

@@ -35,7 +35,6 @@ from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, Traini
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, default_device, load_actor, make_actor
-from multitask_rl.products import multiply_with_onednn
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.assembly import (
@@ -142,7 +141,6 @@ class Trainer:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
         if actor is None and config.num_threads:
             torch.set_num_threads(config.num_threads)
-        multiply_with_onednn()
         self.plan = plan = plan_run(config, dataloader, engine)
         given = dataloader.weights if dataloader is not None else {}
         if idle := [name for name in given if name in plan.specs and name not in plan.trained]:

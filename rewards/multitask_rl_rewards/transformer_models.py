@@ -236,6 +236,9 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
     import torch
     import transformers
 
+    from multitask_rl.attention.products import multiply_with_onednn
+
+    multiply_with_onednn()
     # its progress bars would break the run's own progress lines
     transformers.utils.logging.disable_progress_bar()
     config = read_model_config(model_name, plugin)

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from transformers.utils import output_capturing
 
+from multitask_rl.attention.products import multiply_with_onednn
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.models.actor import Actor, compile_blocks
 from multitask_rl.plugins import ROLLOUT_ENGINES, load_plugin
-from multitask_rl.products import multiply_with_onednn
 from multitask_rl.records import TrainSample
 from multitask_rl.rollout.base import GenerationRequest, RolloutEngine
 from multitask_rl.rollout.snapshot import build_engine

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from model_builders import build_actor, build_model, build_tokenizer
-from multitask_rl import products
 from multitask_rl.attention import block as block_attention
+from multitask_rl.attention import products
 from multitask_rl.attention.block import BLOCKS, Block, Blocks, mask_of
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RunConfig

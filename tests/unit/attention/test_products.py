@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from multitask_rl import products
+from multitask_rl.attention import products
 
 IS_SLOW_WITH_MKL = torch.cpu.get_capabilities().get("avx512_f") and str(
     torch.cpu.get_capabilities().get("cpu_name")
@@ -14,7 +14,7 @@ IS_SLOW_WITH_MKL = torch.cpu.get_capabilities().get("avx512_f") and str(
 
 PRODUCT = """
 import torch
-from multitask_rl.products import multiply_with_onednn
+from multitask_rl.attention.products import multiply_with_onednn
 {before}
 multiply_with_onednn()
 left, right = torch.arange(20000.0).cos().view(100, 200), torch.arange(30000.0).sin().view(200, 150)
@@ -54,13 +54,3 @@ def test_a_product_has_the_precision_of_float32_on_every_cpu():
 @pytest.mark.parametrize("chosen", ["high", "medium"])
 def test_a_precision_that_the_process_chose_stays(chosen):
     assert f"precision {chosen}" in multiply(f"torch.set_float32_matmul_precision({chosen!r})")
-
-
-def test_a_process_without_torch_stays_without_it():
-    code = """
-import sys
-from multitask_rl.products import multiply_with_onednn
-multiply_with_onednn()
-print("torch" in sys.modules)
-"""
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

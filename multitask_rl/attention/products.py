@@ -1,15 +1,14 @@
 """Which library multiplies float32 matrices on a CPU.
 
 On AMD's CPUs with AVX-512 torch's own choice, MKL, takes its instructions for AVX2 and reaches less than half
-of the rate of oneDNN (``python benchmarks/chat_speed.py``). torch gives products to oneDNN where the
+of the rate of oneDNN (``python benchmarks/products.py``). torch gives products to oneDNN where the
 precision of float32 products is ``medium``, which allows oneDNN to multiply in bfloat16. oneDNN does so only
 on CPUs with AMX; on others it multiplies in float32.
 """
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+import torch
 
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
@@ -22,11 +21,10 @@ def multiply_with_onednn() -> None:
     """Let oneDNN multiply this process's float32 matrices where that is faster and as exact.
 
     That is on an AMD CPU with AVX-512 and without a GPU, if a small product has the precision of float32. A
-    process that has not imported torch, or has chosen a precision itself, stays as it is.
+    process that has chosen a precision itself keeps it.
     """
     global with_onednn
-    torch: Any = sys.modules.get("torch")
-    if with_onednn or torch is None or torch.cuda.is_available():
+    if with_onednn or torch.cuda.is_available():
         return
     known = torch.cpu.get_capabilities()
     if not (known.get("avx512_f") and str(known.get("cpu_name", "")).startswith("AMD")):
