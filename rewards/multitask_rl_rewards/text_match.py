@@ -100,9 +100,15 @@ class _ReferenceReward(ABC):
             zip(asked, self._compare([answers[i] for i in asked], [accepted[i] for i in asked]), strict=True)
         )
         return [
-            texts if isinstance(texts, Failure) else Score(value=values.get(i, 0.0))
+            texts
+            if isinstance(texts, Failure)
+            else Score(value=values.get(i, 0.0), answer=self._vote(answers[i]))
             for i, texts in enumerate(accepted)
         ]
+
+    def _vote(self, answer: str) -> str:
+        """Return what counts as the same answer in ``maj@k``; empty = answers are not counted."""
+        return ""
 
     @abstractmethod
     def _compare(self, answers: list[str], references: list[Any]) -> list[float]:
@@ -161,6 +167,9 @@ class ExactMatch(_ReferenceReward):
 
         values: list[float] = metrics.per_prediction(self.name, same, answers, references)
         return values
+
+    def _vote(self, answer: str) -> str:
+        return (self.config.normalise and _metrics().normalise(answer)) or answer
 
 
 class F1(_ReferenceReward):

@@ -61,6 +61,21 @@ def test_reference_of_punctuation_alone_matches_only_itself():
     assert exact("?", "?") == 1.0
 
 
+@pytest.mark.parametrize(
+    ("response", "normalise", "vote"),
+    [
+        ("The  Nile.", True, "nile"),
+        ("2.50", True, "2.5"),
+        ("!", True, "!"),
+        ("The Nile.", False, "The Nile."),
+        (" ", True, ""),
+    ],
+)
+def test_answers_that_match_alike_are_one_vote(response, normalise, vote):
+    result = one(ExactMatch(ExactMatch.Config(normalise=normalise)), response, reference="Nile")
+    assert result.answer == vote
+
+
 def test_pattern_takes_the_last_match_and_no_match_is_no_answer():
     assert exact("Answer: A\nno,\nAnswer: (B)", "B", pattern=LETTER) == 1.0
     assert exact("B", "B", pattern=LETTER) == 1.0
