@@ -8,8 +8,15 @@ on CPUs with AMX; on others it multiplies in float32.
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""How many compiled products oneDNN and torch keep, 1024 by themselves; read at the first product.
+
+A product takes up to 1 MiB. Lengths of sequences differ from pass to pass, so most products are made in one
+pass only: there some 40 in every layer."""
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
 
@@ -20,11 +27,11 @@ with_onednn = False
 def multiply_with_onednn() -> None:
     """Let oneDNN multiply this process's float32 matrices where that is faster and as exact.
 
-    That is on an AMD CPU with AVX-512 and without a GPU, if a small product has the precision of float32. A
-    process that has chosen a precision itself keeps it.
+    That is on an AMD CPU with AVX-512 and without an accelerator, if a small product has the precision of
+    float32. A process that has chosen a precision itself keeps it.
     """
     global with_onednn
-    if with_onednn or torch.cuda.is_available():
+    if with_onednn or torch.accelerator.is_available():
         return
     known = torch.cpu.get_capabilities()
     if not (known.get("avx512_f") and str(known.get("cpu_name", "")).startswith("AMD")):
@@ -35,6 +42,7 @@ def multiply_with_onednn() -> None:
         return
     if chosen != "highest":
         return
+    os.environ.update({name: number for name, number in KEPT.items() if name not in os.environ})
     torch.set_float32_matmul_precision("medium")
     left = torch.arange(4096.0).cos().view(64, 64)
     exact = left.double() @ left.double()

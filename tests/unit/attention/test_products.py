@@ -37,7 +37,7 @@ def multiply(before=""):
 
 
 @pytest.mark.skipif(not IS_SLOW_WITH_MKL, reason="not an AMD CPU with AVX-512")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is there")
 def test_onednn_multiplies_float32_on_an_amd_cpu_with_avx512():
     lines = [
         line for line in multiply().splitlines() if ",exec,cpu,matmul" in line and "100x200:200x150" in line
@@ -54,3 +54,22 @@ def test_a_product_has_the_precision_of_float32_on_every_cpu():
 @pytest.mark.parametrize("chosen", ["high", "medium"])
 def test_a_precision_that_the_process_chose_stays(chosen):
     assert f"precision {chosen}" in multiply(f"torch.set_float32_matmul_precision({chosen!r})")
+
+
+MANY_SHAPES = """
+import psutil, torch
+from multitask_rl.attention.products import multiply_with_onednn
+multiply_with_onednn()
+torch.set_num_threads(1)
+resident = psutil.Process().memory_info
+(torch.ones(17, 64) @ torch.ones(64, 64)).sum()
+before = resident().rss
+for rows in range(18, 418):
+    (torch.ones(rows, 64) @ torch.ones(64, 64)).sum()
+print((resident().rss - before) // 2**20)
+"""
+
+
+def test_products_of_many_shapes_take_little_memory():
+    found = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 130  # 255 with the limits of the libraries
