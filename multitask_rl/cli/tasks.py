@@ -239,8 +239,9 @@ def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> lis
     unscored = [s for s in scored if s.failure is not None and not specs[s.rollout.task].environment]
     return [
         f"{specs[s.rollout.task].where}: none of its rewards applies to the first row: "
-        f"{', '.join(s.breakdown)} returned None for the answer {s.rollout.response!r}. Such a response "
-        "counts as failed; return a number, 0 for a wrong answer, or leave out rows that no reward is for"
+        f"{', '.join(s.breakdown)} returned None for the answer {_answer_to(s.rollout.row)!r}. Such a "
+        "response counts as failed; return a number, 0 for a wrong answer, or leave out rows that no reward "
+        "is for"
         for s in unscored
     ]
 

@@ -69,24 +69,25 @@ class DealtRound(Generic[T]):
     """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
     ``again`` scores the rollouts of an actor that died once more, on all actors. The answers are waited for
-    in ``background``.
+    in ``background``. ``open_group`` returns the actors; it raises an EngineError once they are closed.
     """
 
     def __init__(
         self,
-        group: ActorGroup,
+        open_group: Callable[[], ActorGroup],
         kind: str,
         again: Callable[[Sequence[Rollout]], list[T]],
         background: ThreadPoolExecutor,
     ) -> None:
-        self._group, self._kind, self._again, self._background = group, kind, again, background
+        self._open, self._group = open_group, open_group()
+        self._kind, self._again, self._background = kind, again, background
         self._rollouts: list[Rollout] = []
         self._order: list[int] = []
         self._answers: Future[dict[int, T]] = Future()
         """Index of a rollout -> answer; done once all are there."""
         self._began = self._ended = 0.0
         self._number = next(_ROUND_NUMBERS)
-        self._places: list[list[int]] = [[] for _ in range(len(group))]
+        self._places: list[list[int]] = [[] for _ in range(len(self._group))]
         """[pools] indices of the rollouts that a pool scores."""
         self._sent: dict[Any, ActorCall] = {}
 
@@ -132,6 +133,7 @@ class DealtRound(Generic[T]):
             for index, answer in found.items():
                 if isinstance(answer, Scored):
                     answer.rollout = self._rollouts[index]  # not the copy that travelled
+            self._open()  # pools that are closed before they have scored all answer with failures
             self._ended = time.monotonic()
             self._answers.set_result(found)
         except BaseException as error:  # noqa: BLE001 - raised where the results are asked for
@@ -260,11 +262,11 @@ class RayScorer:
 
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards."""
-        return DealtRound(self._open(), "scoring", self.score, self._background)
+        return DealtRound(self._open, "scoring", self.score, self._background)
 
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
         """Return an open round of constraints."""
-        return DealtRound(self._open(), "judging", self.judge, self._background)
+        return DealtRound(self._open, "judging", self.judge, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return every task's metrics over all pools (see ``RewardPool.metrics``)."""

@@ -196,7 +196,8 @@ class OneActor:
 
 
 def dealt(answer):
-    return DealtRound(OneActor(answer), "scoring", answer, ThreadPoolExecutor(1))
+    actors = OneActor(answer)
+    return DealtRound(lambda: actors, "scoring", answer, ThreadPoolExecutor(1))
 
 
 def test_actors_get_the_rollouts_in_the_order_of_the_batch():
@@ -228,11 +229,30 @@ def test_an_error_of_the_actors_is_raised_where_its_results_are_wanted():
         pending.results([0])
 
 
+def test_answers_of_actors_that_are_closed_before_the_end_of_a_round_are_refused():
+    """They may be failures: a pool that closes answers so for what it has not scored."""
+    opened = iter([OneActor(lambda rollouts: list(rollouts))])
+
+    def open_group():
+        actors = next(opened, None)
+        if actors is None:
+            raise EngineError("closed")
+        return actors
+
+    pending = DealtRound(open_group, "scoring", None, ThreadPoolExecutor(1))
+    pending.add(batch_of("t", 1))
+    pending.seal()
+    pending.wait()
+    with pytest.raises(EngineError, match="closed"):
+        pending.results([0])
+
+
 def test_a_round_that_waits_for_its_turn_when_the_actors_are_closed_fails():
     """``RayScorer.close`` cancels what waits in the background; a thread of the run may wait for it."""
     gate, background = threading.Event(), ThreadPoolExecutor(1)
     background.submit(gate.wait)
-    pending = DealtRound(OneActor(None), "scoring", None, background)
+    actors = OneActor(None)
+    pending = DealtRound(lambda: actors, "scoring", None, background)
     pending.add(batch_of("t", 1))
     pending.seal()
     background.shutdown(wait=False, cancel_futures=True)
