@@ -216,6 +216,7 @@ def _attend(
 
 
 def _multiply(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what ``_attend`` does, of scaled queries."""
     rows, heads, length, width = query.shape
     shared, seen = key.shape[1:3]
     # heads that share keys are adjacent

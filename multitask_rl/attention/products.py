@@ -1,7 +1,7 @@
 """Which library multiplies float32 matrices on a CPU.
 
-On AMD's CPUs with AVX-512 torch's own choice, MKL, takes its instructions for AVX2 and reaches less than half
-of the rate of oneDNN (``python benchmarks/products.py``). torch gives products to oneDNN where the
+On AMD's CPUs with AVX-512 torch's own choice, MKL, multiplies with AVX2. In most shapes it reaches half of
+the rate of oneDNN (``python benchmarks/products.py``). torch gives products to oneDNN where the
 precision of float32 products is ``medium``, which allows oneDNN to multiply in bfloat16. oneDNN does so only
 on CPUs with AMX; on others it multiplies in float32.
 """
@@ -13,10 +13,11 @@ import os
 import torch
 
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
-"""How many compiled products oneDNN and torch keep, 1024 by themselves; read at the first product.
+"""Limits of the two caches of compiled products, of oneDNN and of torch; read at the first product.
 
-A product takes up to 1 MiB. Lengths of sequences differ from pass to pass, so most products are made in one
-pass only: there some 40 in every layer."""
+A compiled product takes up to 1 MiB, and 1024 of them are kept by default. A pass makes some 40 and uses them
+in every layer; the next pass has other lengths and makes others.
+"""
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
 
@@ -42,7 +43,8 @@ def multiply_with_onednn() -> None:
         return
     if chosen != "highest":
         return
-    os.environ.update({name: number for name, number in KEPT.items() if name not in os.environ})
+    for name, number in KEPT.items():
+        os.environ.setdefault(name, number)
     torch.set_float32_matmul_precision("medium")
     left = torch.arange(4096.0).cos().view(64, 64)
     exact = left.double() @ left.double()
