@@ -22,17 +22,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from multitask_rl.attention import products
-from multitask_rl.attention.float32 import LONGEST, attend_float32, score_dtype
+from multitask_rl.attention.float32 import attend_float32, score_dtype
 from multitask_rl.attention.interface import check_options
 
 BLOCKS = "multitask_rl_blocks"
 
 MASK_CELLS = 2**25
 """Queries times keys of all biases kept for the layers, and of any other bias: 128 MiB each."""
-
-SCORE_CELLS = 2**24
-"""Scores (heads times queries times keys) that ``_multiply`` makes at once: 64 MiB."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,7 +153,7 @@ def block_attention(
             _rows(states[number], block).transpose(1, 2) for states in (queries, keys, values)
         )
         if block.prompt is None or prompt_keys is None or prompt_values is None:
-            outputs.append(_attend(module, asked, seen, read, None, scaling))
+            outputs.append(attend_float32(module, asked, seen, read, None, scaling=scaling)[0])
             continue
         seen = torch.cat([prompt_keys[block.prompt].transpose(1, 2), seen], dim=2)
         read = torch.cat([prompt_values[block.prompt].transpose(1, 2), read], dim=2)
@@ -174,7 +170,7 @@ def _continue(
     def attend(query: Tensor, start: int, stop: int) -> Tensor:
         end = key.shape[2] - width + stop
         bias = blocks.bias(number, range(start, stop), dtype)
-        return _attend(module, query, key[:, :, :end], value[:, :, :end], bias, scaling)
+        return attend_float32(module, query, key[:, :, :end], value[:, :, :end], bias, scaling=scaling)[0]
 
     size = blocks.slice_sizes[number]
     if not size:
@@ -192,43 +188,6 @@ def _continue(
         for start in range(0, width, size)
     ]
     return torch.cat(slices, dim=1)
-
-
-def _attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
-) -> Tensor:
-    """Return [R, T, H, D] of queries [R, H, T, D] over S keys; without ``bias`` a token sees what is before.
-
-    Where oneDNN multiplies float32, plain products are faster than the kernel of torch, which multiplies with
-    MKL. The backward pass makes their scores again: no layer keeps them.
-    """
-    cells = query.shape[:3].numel() * key.shape[2]
-    can = products.with_onednn and query.device.type == "cpu" and cells <= SCORE_CELLS
-    if not can or key.shape[2] > LONGEST or score_dtype(query, key.shape[2]) != torch.float32:
-        return attend_float32(module, query, key, value, bias, scaling=scaling)[0]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    with torch.autocast("cpu", enabled=False):
-        given = query.float() * scale, key.float(), value.float(), bias
-        if not torch.is_grad_enabled():
-            return _multiply(*given)
-        out: Tensor = checkpoint(_multiply, *given, use_reentrant=False, preserve_rng_state=False)
-        return out
-
-
-def _multiply(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what ``_attend`` does, of scaled queries."""
-    rows, heads, length, width = query.shape
-    shared, seen = key.shape[1:3]
-    # heads that share keys are adjacent
-    asked = query.reshape(rows, shared, heads // shared * length, width)
-    scores = (asked @ key.transpose(-1, -2)).view(rows, heads, length, seen)
-    if bias is None:
-        unseen = torch.ones(length, seen, dtype=torch.bool, device=query.device).triu(1)
-        scores = scores.masked_fill(unseen, float("-inf"))
-    else:
-        scores = scores + bias
-    shares = scores.softmax(dim=-1).view(rows, shared, heads // shared * length, seen)
-    return (shares @ value).view(rows, heads, length, value.shape[-1]).transpose(1, 2)
 
 
 def _rows(states: Tensor, block: Block) -> Tensor:

@@ -95,13 +95,20 @@ def current_peers() -> Peers:
     return _peers[-1]
 
 
+def strange_options(options: Mapping[str, Any]) -> list[str]:
+    """Return the names of ``options`` of the attention interface that would change the result.
+
+    A window, capped scores, sinks and dropout do.
+    """
+    given = {name: one for name, one in options.items() if name not in _HARMLESS}
+    return [name for name, one in given.items() if isinstance(one, Tensor) or one]
+
+
 def check_options(options: Mapping[str, Any], where: str) -> None:
     """Refuse ``options`` of the attention interface that would change the result.
 
     Raises:
-        NotImplementedError: there is such an option: a window, capped scores, sinks, dropout.
+        NotImplementedError: there are ``strange_options``.
     """
-    given = {name: one for name, one in options.items() if name not in _HARMLESS}
-    strange = [name for name, one in given.items() if isinstance(one, Tensor) or one]
-    if strange:
+    if strange := strange_options(options):
         raise NotImplementedError(f"attention with {', '.join(strange)} {where}")

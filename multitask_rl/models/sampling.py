@@ -11,6 +11,11 @@ from torch.nn.functional import pad
 
 BLOCK = 128
 """Tokens of the vocabulary that ``invert`` sums first."""
+CELLS = 2**20
+"""Rows times vocabulary that ``sample_tokens`` computes at once on a CPU: 4 MiB, which its cache holds.
+
+Larger tensors are new memory at every token, which takes longer than the operations.
+"""
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
@@ -124,6 +129,13 @@ def sample_tokens(
         Tokens [B] int64 and their log-probabilities [B] float32 under the sampled distribution; for
         temperature 0 under that of temperature 1.
     """
+    rows = max(1, CELLS // logits.shape[-1]) if logits.device.type == "cpu" else len(logits)
+    if len(logits) > rows:
+        parts = [
+            sample_tokens(few, own, temperature=temperature, top_k=top_k, top_p=top_p)
+            for few, own in zip(torch.split(logits, rows), torch.split(uniforms, rows), strict=True)
+        ]
+        return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
     given, logits = logits, logits.float()
     if temperature == 0:
         probabilities = logits.softmax(dim=-1)

@@ -188,7 +188,11 @@ class SharedDecoder:
         layers = []
         for layer in self._cache.layers:
             before = torch.stack([states[prompt, :, -size:] for states in layer.prompts[bucket]])
-            own = layer.own[:, row, :, :length] if length else before[:, :, :0]
+            own = (
+                torch.stack([states[row, :, :length] for states in layer.own])
+                if layer.own
+                else before[:, :, :0]
+            )
             layers.append(torch.cat([before, own], dim=2))
         return layers
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from multitask_rl.attention import float32, products
 from multitask_rl.attention.float32 import FLOAT32, LONGEST, attend_float32, use_float32_attention
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT
@@ -47,6 +48,48 @@ def test_values_and_gradients_are_those_of_float32(kind):
     expected.square().sum().backward()
     for given, reference in zip((query, key, value), wide, strict=True):
         torch.testing.assert_close(given.grad.float(), reference.grad, rtol=2e-2, atol=2e-2)
+
+
+@pytest.fixture(params=[2**21, 100], ids=["one slice", "slices"])
+def multiplies(request, monkeypatch):
+    """Take plain products, as where oneDNN multiplies."""
+    monkeypatch.setattr(products, "with_onednn", True)
+    monkeypatch.setattr(float32, "SCORE_CELLS", request.param)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bool", "float", "shared"])
+def test_plain_products_give_values_and_gradients_of_the_kernel(kind, multiplies):
+    given = [x.detach().float().requires_grad_() for x in states(6)]
+    seen = torch.ones(6, 6, dtype=torch.bool).tril()
+    bias = torch.zeros(6, 6).masked_fill(~seen, float("-inf"))
+    masks = {"bool": seen.expand(3, 1, 6, 6), "float": bias.expand(3, 1, 6, 6), "shared": bias[None, None]}
+    found, _ = attend_float32(_Layer(), *given, masks.get(kind), scaling=0.2)
+    wide = [x.detach().clone().requires_grad_() for x in given]
+    many = [wide[0], *(x.repeat_interleave(2, 1) for x in wide[1:])]
+    expected = scaled_dot_product_attention(*many, attn_mask=seen, scale=0.2).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    for own, reference in zip(given, wide, strict=True):
+        torch.testing.assert_close(own.grad, reference.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": False}, {"dropout": 0.5}])
+def test_plain_products_leave_other_attention_to_the_kernel(options, multiplies, monkeypatch):
+    asked = []
+    monkeypatch.setattr(float32, "_sdpa", lambda *args, **kwargs: asked.append(kwargs) or (args[1], None))
+    attend_float32(_Layer(), *(x.float() for x in states(6)), None, **options)
+    assert asked == [options]
+
+
+def test_padding_before_a_prompt_makes_no_output_nan(multiplies):
+    query, key, value = (x.detach().float() for x in states(6))
+    seen = torch.ones(6, 6, dtype=torch.bool).tril().repeat(3, 1, 1, 1)
+    seen[1, :, :, :2] = False
+    found, _ = attend_float32(_Layer(), query, key, value, seen)
+    alone, _ = attend_float32(_Layer(), *(x[1:2, :, 2:] for x in (query, key, value)), None)
+    assert found.isfinite().all()
+    torch.testing.assert_close(found[1:2, 2:], alone)
 
 
 def test_long_sequences_and_models_without_autocast_are_left_alone():

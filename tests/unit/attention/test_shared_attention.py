@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from multitask_rl.attention import products
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, shared_prompt_attention
 from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_decode_cached, can_share_prompts
@@ -9,6 +10,12 @@ from rollout_models import build
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8]] * 2 + [list(range(3, 43))] * 4 + [list(range(9, 54))]
 """Groups of four sizes; the two longest prompts share a bucket, padded."""
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["kernel", "products"])
+def _attention(request, monkeypatch):
+    """Run every test as where MKL multiplies, and as where oneDNN does."""
+    monkeypatch.setattr(products, "with_onednn", request.param)
 
 
 @pytest.mark.parametrize("name", ["qwen2.Qwen2", "llama.Llama", "gpt_neox.GPTNeoX", "opt.OPT"])
@@ -88,7 +95,7 @@ def test_other_forwards_are_untouched_while_it_is_on():
     expected = model(ids, attention_mask=mask).logits
     with use_attention([model], SHARED_PROMPT):
         found = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
-    assert torch.equal(found[mask.bool()], expected[mask.bool()])
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-6)
 
 
 def test_attention_that_wants_more_is_refused():

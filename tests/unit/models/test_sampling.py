@@ -2,7 +2,14 @@ import numpy as np
 import pytest
 import torch
 
-from multitask_rl.models.sampling import draw_uniforms, invert, keep_top, nearest_possible, sample_tokens
+from multitask_rl.models.sampling import (
+    CELLS,
+    draw_uniforms,
+    invert,
+    keep_top,
+    nearest_possible,
+    sample_tokens,
+)
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
 
@@ -95,3 +102,16 @@ def test_logprobs_are_those_of_the_filtered_and_tempered_distribution():
     expected = (torch.tensor([4.0, 2.0])).log_softmax(-1)[0]
     assert tokens.item() == 0
     assert logprobs.item() == pytest.approx(float(expected), abs=1e-6)
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(0, 0, 1.0), (0.7, 0, 1.0), (1.0, 50, 0.9)])
+def test_a_large_batch_gives_each_row_the_token_that_it_has_alone(temperature, top_k, top_p):
+    size = CELLS // 8
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(19, size, generator=generator)
+    uniforms = torch.rand(19, generator=generator)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    tokens, logprobs = sample_tokens(logits, uniforms, **given)
+    alone = [sample_tokens(logits[row : row + 1], uniforms[row : row + 1], **given) for row in range(19)]
+    assert tokens.tolist() == [int(token) for token, _ in alone]
+    assert logprobs.tolist() == [float(nats) for _, nats in alone]

@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from model_builders import build_model
+from multitask_rl.attention import products
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.errors import EngineError
 from multitask_rl.models.actor import Actor
@@ -188,8 +189,10 @@ def converse(engine, turns=3):
     return [generation for group in answers for generation in group], cached
 
 
+@pytest.mark.parametrize("with_onednn", [False, True])
 @pytest.mark.parametrize("name", ["qwen2.Qwen2", "gpt_neox.GPTNeoX", "mistral.Mistral"])
-def test_turns_continue_from_kept_keys_and_values(name):
+def test_turns_continue_from_kept_keys_and_values(name, with_onednn, monkeypatch):
+    monkeypatch.setattr(products, "with_onednn", with_onednn)
     model = build(name)
     kept, cached = converse(HFEngine(model, eos_token_ids=[1], pad_token_id=0))
     again, without = converse(HFEngine(model, eos_token_ids=[1], pad_token_id=0, kept_tokens=0))
