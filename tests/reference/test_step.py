@@ -19,6 +19,7 @@ ONCE_DIFFERENT = {
     "a task whose steps give no reward": 8310178,
     "a watched metric whose declared range lies in [0, 1]": 8310236,
     "groups dropped as too old without refill": 8310252,
+    "gdpo on a task of penalties alone": 5510194,
 }
 
 

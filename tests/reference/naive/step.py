@@ -263,6 +263,8 @@ class Run:
 
     def empty_terms(self, name: str) -> list[tuple[float, float]]:
         task = self.settings[name]
+        if not task.rewards:  # the reward is 1 less the largest cost, no sum
+            return []
         rewards = [(r.signed_weight, math.nan) for r in task.rewards if r.weight]
         return rewards + [(-c.weight, math.nan) for c in task.constraints if c.mode == "penalty" and c.weight]
 
