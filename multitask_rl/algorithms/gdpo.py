@@ -68,4 +68,5 @@ class GDPO(GRPO):
         decoupled = decoupled_advantages(components, weights, batch.groups)
         # their mean is 0 in every group; its rounding error would give groups without variance a gradient
         std = decoupled.double().square().mean().sqrt()
-        return decoupled / std.clamp(min=_SUM_FLOOR * float(weights.abs().sum())).to(decoupled.dtype)
+        floor = max(_SUM_FLOOR * float(weights.abs().sum()), 1e-30)  # above 0, also if every weight is 0
+        return decoupled / std.clamp(min=floor).to(decoupled.dtype)
