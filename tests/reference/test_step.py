@@ -20,6 +20,8 @@ ONCE_DIFFERENT = {
     "a watched metric whose declared range lies in [0, 1]": 8310236,
     "groups dropped as too old without refill": 8310252,
     "gdpo on a task of penalties alone": 5510194,
+    "gdpo with a minibatch of groups without variance": 6610349,
+    "a sampled token whose log-probability the engine rounds": 12010061,
 }
 
 
