@@ -24,9 +24,10 @@ class Distill(Algorithm):
 
     ``exact``: ``L_t = sum_v pi(v) (log pi(v) - log teacher(v))`` over the vocabulary at sampled positions.
     Otherwise the sampled token alone: ``A_t = log teacher(y_t) - log old(y_t)`` with PPO's clipped ratio.
-    Both have the same expected gradient at the first update, and neither has the effect of a token on later
-    positions. The exact sum has no variance from the choice of the token: an actor that never samples the
-    teacher's token learns it too. It needs the logits of both models at once, as wide as the vocabulary.
+    Both have the same expected gradient at the first update, unless ``top_k`` or ``top_p`` drop tokens: the
+    exact sum is over all tokens, the other over those that were kept. Neither has the effect of a token on
+    later positions. The exact sum has no variance from the choice of the token: an actor that never samples
+    the teacher's token learns it too. It needs the logits of both models at once, as wide as the vocabulary.
 
     Rewards of the task are measured and do not train. Source: GKD (arXiv:2306.13649), with samples of the
     actor only and the reverse KL of MiniLLM (arXiv:2306.08543); the sampled form: Lu et al., "On-Policy

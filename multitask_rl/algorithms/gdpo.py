@@ -65,6 +65,8 @@ class GDPO(GRPO):
         components, weights = batch.component_rewards, batch.component_weights
         if components is None or weights is None:
             components, weights = batch.rewards.unsqueeze(1), batch.rewards.new_ones(1)
-        most = float(weights.abs().sum())
         decoupled = decoupled_advantages(components, weights, batch.groups)
-        return group.whiten(decoupled, floor=_SUM_FLOOR * most)
+        # their mean is 0 in every group; its rounding error would give groups without variance a gradient
+        std = decoupled.double().square().mean().sqrt()
+        floor = max(_SUM_FLOOR * float(weights.abs().sum()), 1e-30)  # above 0, also if every weight is 0
+        return decoupled / std.clamp(min=floor).to(decoupled.dtype)

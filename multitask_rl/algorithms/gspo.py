@@ -14,7 +14,9 @@ class GSPO(GRPO):
     """PPO's clip on ``s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i)``, the geometric mean of the token ratios.
 
     Every token of a response carries the response's loss, so that the mean over its tokens (aggregation
-    ``sequence``) is the paper's objective. Needs all tokens of a response in one micro-batch.
+    ``sequence``) is the paper's objective. Needs all tokens of a response in one micro-batch. An episode has
+    one ratio, over the sampled tokens of all its turns; if its context was rewritten, so that it is several
+    training samples, each of them has one.
 
     Source: GSPO (arXiv:2507.18071) Eq. 5-7; clip bounds of its sec. 5.1.
     """

@@ -58,6 +58,8 @@ class Seen:
 class Trace:
     """What the scheduler has seen of a task."""
 
+    drawn: int = 0
+    """Prompts, those of steps without a reward too."""
     prompts: int = 0
     mean: Average = field(default_factory=Average)
     informative: Average = field(default_factory=Average)
@@ -74,10 +76,14 @@ class Trace:
 
     def observe(self, seen: Seen, smoothing: float, averaged: float) -> None:
         """Gain ``min(smoothing, n / averaged)``, a plain mean over prompts at first."""
+        self.drawn += seen.prompts
+        gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.drawn)
+        self.informative.add(seen.informative / seen.prompts, seen.prompts, gain)
+        if math.isnan(seen.mean):
+            return
         self.prompts += seen.prompts
         gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.prompts)
         self.mean.add(seen.mean, seen.prompts, gain)
-        self.informative.add(seen.informative / seen.prompts, seen.prompts, gain)
         if not math.isnan(seen.headroom):
             self.above.add(seen.headroom, seen.prompts, gain if self.above.steps else 1.0)
         self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
@@ -153,11 +159,13 @@ class Scheduler:
         """Learn from one step."""
         progress = {}
         for name, own in seen.items():
-            if name not in self.traces or own.prompts == 0 or math.isnan(own.mean):
+            if name not in self.traces or own.prompts == 0:
                 continue
             trace, declared = self.traces[name], self.settings[name].range_of("reward")
             before = trace.mean.value if trace.mean.steps else None
             trace.observe(own, self.config["smoothing"], self.config["prompts_averaged"])
+            if math.isnan(own.mean):
+                continue
             now = trace.place(trace.mean.value, declared)
             progress[name] = 0.0 if before is None else now - trace.place(before, declared)
             if trace.mean.steps <= 10:

@@ -51,7 +51,7 @@ class Detector:
         """Add an evaluation; rates that should fall are watched as ``1 - x``, other metrics as ``-x``."""
         if not self.count:
             seen = [v for v in number.by_prompt if math.isfinite(v)]
-            self.is_unit = ends == (0.0, 1.0) or all(0.0 <= v <= 1.0 for v in seen)
+            self.is_unit = ends == (0.0, 1.0) or (ends is None and all(0.0 <= v <= 1.0 for v in seen))
         if number.direction == "higher":
             value = number.mean
         else:

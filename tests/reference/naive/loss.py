@@ -181,9 +181,11 @@ def _policy_loss(
     note("ratio", ratio)
     assert s.rollout_logprobs is not None
     sampled = torch.tensor(s.rollout_logprobs, dtype=logp.dtype)
-    note("mismatch", (old - sampled).abs())
+    gap = old.detach() - sampled
+    gap = torch.where(gap.abs() < 1e-5, 0.0, gap)  # counts as rounding
+    note("mismatch", gap.abs())
     if config["truncated_is"] > 0.0:
-        correction = (old.detach() - sampled).exp().clamp(max=config["truncated_is"])
+        correction = gap.exp().clamp(max=config["truncated_is"])
         loss = correction * loss
         note("is_weight", correction)
     if beta > 0.0 and task.kl_placement == "loss":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -189,11 +189,12 @@ class Run:
                 drawn, late = drawn + found, late + later
         kept = keep(settings, drawn, quotas, {name: kl.beta for name, kl in self.kls.items()})
         entitled = dict(quotas)
-        waiting = []
+        waiting, dropped = [], Counter[str]()
         for due, group in self.late:
             task, version = group[0].task, group[-1].version
             if self.version - version > settings.max_staleness:
                 entitled[task] += 1  # given up, and owed
+                dropped[task] += 1
             elif due <= self.step_number:
                 entitled[task] += 1
                 drawn, kept = drawn + group, kept + group
@@ -203,17 +204,25 @@ class Run:
             entitled[group[0].task] -= 1
             waiting.append((due, group))
         self.late = waiting
-        self.settle(kept, entitled)
+        self.settle(kept, entitled, dropped)
         return batch, drawn, kept
 
-    def settle(self, kept: Sequence[Attempt], entitled: Mapping[str, int]) -> None:
-        """Owe every task the groups of its quota without a gradient, but not one that has next to none."""
+    def settle(
+        self, kept: Sequence[Attempt], entitled: Mapping[str, int], dropped: Mapping[str, int]
+    ) -> None:
+        """Owe every task the groups of its quota without a gradient, but not one that has next to none.
+
+        Without refill, owe those ``dropped`` alone.
+        """
+        if not self.settings.refill_rounds:
+            self.scheduler.carry_over(dropped)
+            return
         short = {}
         for task in self.settings.tasks:
             lacks = entitled[task.name] - self.num_informative(task, kept)
             if lacks > 0 and self.scheduler.informative_rate(task.name) >= 0.05:
                 short[task.name] = lacks
-        self.scheduler.carry_over(short if self.settings.refill_rounds else {})
+        self.scheduler.carry_over(short)
 
     @staticmethod
     def num_informative(task: Task, attempts: Sequence[Attempt]) -> int:
@@ -254,6 +263,8 @@ class Run:
 
     def empty_terms(self, name: str) -> list[tuple[float, float]]:
         task = self.settings[name]
+        if not task.rewards:  # the reward is 1 less the largest cost, no sum
+            return []
         rewards = [(r.signed_weight, math.nan) for r in task.rewards if r.weight]
         return rewards + [(-c.weight, math.nan) for c in task.constraints if c.mode == "penalty" and c.weight]
 

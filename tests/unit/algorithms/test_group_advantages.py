@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -106,6 +108,14 @@ def test_gdpo_makes_no_signal_of_rewards_that_cancel():
         component_weights=torch.tensor([1.0, -1.0]),
     )
     assert GDPO(GDPO.Config()).credit(batch).advantages.abs().max() < 1e-3
+
+
+def test_a_group_without_variance_gets_exactly_nothing_from_gdpo_beside_groups_with_some():
+    rewards = torch.tensor([1.0, 1, 0, 1, 0, 0, 0, 0, *[1] * 8])  # float32, as in a run
+    batch = replace(credit_batch(rewards, [0] * 8 + [1] * 8), rewards=rewards)
+    advantages = GDPO(GDPO.Config()).credit(batch).advantages
+    assert advantages[:8].abs().min() > 0.5
+    assert advantages[8:].tolist() == [0.0] * 8, "so its responses are not computed, and make no update"
 
 
 def test_gdpo_refuses_components_of_the_wrong_shape():
