@@ -168,9 +168,9 @@ def locate(reference: str, group: str, where: str = "") -> Located:
 
 
 def declared_elsewhere(name: str) -> str:
-    """Return a hint for an error: the distributions and groups that declare ``name``; "" if there are none.
+    """Return a hint for the error "unknown plugin": which distributions declare ``name``, in which groups.
 
-    For a misspelt group (``multitask_rl.reward``) the hint names the right one.
+    For a misspelt group (``multitask_rl.reward``) it names the right one. "" if none declares ``name``.
     """
     told = ""
     for info in sorted(_entry_points(tuple(sys.path))):

@@ -110,10 +110,11 @@ _living: weakref.WeakValueDictionary[int, Blocks] = weakref.WeakValueDictionary(
 
 
 def mask_of(blocks: Blocks, model: Any) -> Tensor:
-    """Return the attention mask that names ``blocks``; it has four axes, so ``model`` passes it on unchanged.
+    """Return an empty attention mask by whose shape ``block_attention`` finds ``blocks``.
 
-    The number of the blocks is in its shape. A shape survives the checkpointing and offloading of a layer,
-    and is read without waiting for a device.
+    Its third axis is the number of ``blocks`` in ``_living``. A shape survives the checkpointing and
+    offloading of a layer, and is read without waiting for a device. ``model`` passes a mask of four axes on
+    unchanged.
     """
     number = next(_numbers)
     _living[number] = blocks
@@ -121,7 +122,10 @@ def mask_of(blocks: Blocks, model: Any) -> Tensor:
 
 
 def keep_until_backward(blocks: Blocks, outputs: Sequence[Tensor]) -> None:
-    """Keep ``blocks`` as long as the graph of ``outputs``: checkpointing computes layers again."""
+    """Keep ``blocks`` as long as the graph of ``outputs``.
+
+    With gradient checkpointing the backward pass computes layers again and looks ``blocks`` up.
+    """
     for output in outputs:
         node: Any = output.grad_fn
         if node is not None:
@@ -197,10 +201,10 @@ def _continue(
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """Return [R, T, H, D] of queries [R, H, T, D] over S keys; without ``bias`` a token sees what is before.
+    """Return [R, T, H, D] of queries [R, H, T, D] over S keys; without ``bias`` attention is causal.
 
     Where oneDNN multiplies float32, plain products are faster than the kernel of torch, which multiplies with
-    MKL. The backward pass makes their scores again: no layer keeps them.
+    MKL. The backward pass computes the scores of plain products again, so no layer keeps them.
     """
     cells = query.shape[:3].numel() * key.shape[2]
     can = products.with_onednn and query.device.type == "cpu" and cells <= SCORE_CELLS

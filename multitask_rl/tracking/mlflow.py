@@ -420,7 +420,10 @@ class MLflowTracker(Tracker):
         return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
 
     def _began_as(self, run: Run) -> bool:
-        """Whether the first line of ``metrics.jsonl`` is of ``run``: its seconds are those of no other."""
+        """Whether ``run`` has logged the first line of ``metrics.jsonl``.
+
+        The line holds measured seconds, so another run has other values.
+        """
         if not self._num_bytes("metrics.jsonl"):
             return False
         with (self._directory / "metrics.jsonl").open("rb") as stream:
