@@ -48,9 +48,9 @@ def main(arguments: list[str]) -> int:
         command.add_argument("overrides", nargs="*", default=[], help="tasks.NAME.KEY=VALUE ...")
         if name == "validate":
             command.add_argument("--quick", action="store_true", help="build no plugin and score no row")
-            command.add_argument(
-                TRUST, action="store_true", help="run code that a file outside the working directory names"
-            )
+        command.add_argument(
+            TRUST, action="store_true", help="run code that a file outside the working directory names"
+        )
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
     text = "print the JSON schema of a tasks file, for editors"
@@ -60,8 +60,8 @@ def main(arguments: list[str]) -> int:
     if options.command == "schema":
         print(json.dumps(run_schema() if options.run else tasks_schema(), indent=2))
         return 0
-    if options.command == "validate" and not options.trust:
-        refuse_code_in(options.file)
+    if not options.trust:
+        refuse_code_in(options.file, is_only_read=options.command == "show")
     specs = load_tasks(options.file, _overrides(options.overrides))
     if options.command == "show":
         plain = {name: dataclasses.asdict(spec) for name, spec in specs.items()}

@@ -276,6 +276,31 @@ MISTAKES = {
         task(rewards=["rewards.starts_right"]),
         ["rewards[0]: unknown reward 'rewards.starts_right'", "write rewards:starts_right"],
     ),
+    "a module that is not there": (
+        VALIDATE,
+        task(rewards=["gone:score"]),
+        ["rewards[0]", "no module 'gone'", "install its package", "gone.py:score"],
+    ),
+    "a misspelt prefix of a file": (
+        VALIDATE,
+        task(rewards=["vrl:rewards.py:starts_right"]),
+        ["rewards[0]", "unknown prefix 'vrl'", "did you mean 'verl'"],
+    ),
+    "a misspelt prefix of a name": (
+        VALIDATE,
+        task(rewards=["verifier:gsm8k"]),
+        ["rewards[0]", "did you mean 'verifiers'"],
+    ),
+    "a prefix of environments at a reward": (
+        VALIDATE,
+        task(rewards=["agent:rewards.py:starts_right"]),
+        ["rewards[0]", "unknown prefix 'agent'", "evaluate"],
+    ),
+    "a misspelt prefix of an environment": (
+        VALIDATE,
+        task(environment="agnt:rewards.py:run"),
+        ["tasks.copy.environment", "unknown prefix 'agnt'", "did you mean 'agent'"],
+    ),
     "a reward that is no Python": (
         TRAIN,
         reward("def score(response)\n    return 1\n"),
