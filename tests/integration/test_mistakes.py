@@ -250,6 +250,14 @@ MISTAKES = {
         data("d.jsonl", '{"prompt": "a"}\n' * 3),
         ["tasks.copy: row", "lacks reference", "columns: prompt"],
     ),
+    "a column that a reward of TRL lacks": (
+        TRAIN,
+        {
+            **task(rewards=["trl:own.py:score"]),
+            "own.py": "def score(completions, referense):\n    return [1.0] * len(completions)\n",
+        },
+        ["tasks.copy: row", "lacks referense", "did you mean 'reference'"],
+    ),
     "an empty prompt": (
         TRAIN,
         data("d.jsonl", '{"prompt": "", "reference": "a"}\n' * 3),
