@@ -25,6 +25,7 @@ from multitask_rl.data.readers import GeneratedRows, Row, StreamedRows
 from multitask_rl.data.render import check_split
 from multitask_rl.data.rows import load_both, row_id
 from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.base import StepResult
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all
 from multitask_rl.plugins import ALGORITHMS, load_plugin
@@ -187,7 +188,7 @@ def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
 
 
 def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
-    """Begin an episode of each task on its first row, and give its world one answer."""
+    """Begin an episode of each task on its first row, give one answer, and end it if its world is done."""
     pool = WorldPool({name: WorldSpec.of_task(spec) for name, spec in specs.items()}, num_workers=1)
     with contextlib.closing(pool):
         for name, spec in specs.items():
@@ -197,17 +198,21 @@ def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> Non
             row = first[name]
             ticket = pool.open(name, row)
             answer = _answer_to(row)
-            for what in ("the first row", f"the answer {answer!r} to the first row"):
+            for what in ("on the first row", f"on the answer {answer!r} to the first row", "at the end"):
                 told: list[Any] = []
                 while not told:
                     told = [own for _, own in pool.poll(spec.turn_timeout_s)]
                 if isinstance(told[0], Failure):
                     raise ConfigError(
-                        f"{spec.where}.environment: {spec.environment!r} fails on {what} "
+                        f"{spec.where}.environment: {spec.environment!r} fails {what} "
                         f"({told[0].kind.value}: {told[0].message}); --quick validates without opening it"
                     )
-                if what == "the first row":
+                if what == "on the first row":
                     pool.step(ticket, {"role": "assistant", "content": answer})
+                elif isinstance(told[0], StepResult) and told[0].done:
+                    pool.finish(ticket)
+                else:
+                    break
 
 
 def _answer_to(row: Mapping[str, Any]) -> str:

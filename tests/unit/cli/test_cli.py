@@ -264,6 +264,7 @@ def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.Captu
         ("worlds.py:Box", None),
         ("worlds.py:Locked", "worlds.py:Locked' fails on the first row (infra: "),
         ("worlds.py:Jammed", "worlds.py:Jammed' fails on the answer '1' to the first row (infra: "),
+        ("worlds.py:Wordy", "worlds.py:Wordy' fails at the end (infra: "),
         ("gone.py:Box", "gone.py"),
     ],
 )
@@ -279,6 +280,8 @@ def test_validate_plays_a_turn_of_a_world_on_the_first_row(
         "    def reset(self, row):\n        raise OSError('locked')\n"
         "class Jammed(Box):\n"
         "    def step(self, message):\n        raise OSError('jammed by ' + message['content'])\n"
+        "class Wordy(Box):\n"
+        "    def get_reward(self):\n        return 'good'\n"
     )
     (here / "game.yaml").write_text(
         f"tasks: {{game: {{type: grpo, dataset: math.jsonl, environment: '{environment}', max_turns: 2}}}}"
