@@ -358,7 +358,7 @@ MISTAKES = {
     "a model that is not there": (
         [*TRAIN, "model.name_or_path=no/such"],
         task(),
-        ["'no/such'", "Check the path"],
+        ["'no/such'", "a path from the working directory '", "Check the path"],
     ),
     "a model without tokenizer": (
         [*TRAIN, "model.name_or_path=bare"],
