@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
@@ -282,7 +282,7 @@ def _rows_of_plugin(spec: TaskSpec, name: str, task: Any, split: str) -> Rows:
         rows: Rows = [] if (given := task.rows(split)) is None else given
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+    if not isinstance(rows, Sized) or isinstance(rows, Mapping):  # a ``Dataset`` is no ``Sequence``
         raise DataError(
             f"{where}: rows({split!r}) of {name!r} returned a {type(rows).__name__}, not a list of mappings"
         )
