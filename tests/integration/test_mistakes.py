@@ -375,6 +375,16 @@ MISTAKES = {
         task(),
         ["model.lora.target_modules='foo'", "give all-linear or some of down_proj"],
     ),
+    "responses longer than the context": (
+        [*TRAIN, "rollout.max_new_tokens=512"],
+        task(),
+        ["tasks.copy", "leaves no room for a prompt", "lower rollout.max_new_tokens"],
+    ),
+    "a task's responses longer than the context": (
+        TRAIN,
+        task(sampling={"max_new_tokens": 512}),
+        ["tasks.copy", "leaves no room for a prompt", "lower sampling.max_new_tokens of the task"],
+    ),
     # the output
     "a file as output": (
         [*TRAIN, "output_dir=copy.jsonl"],
