@@ -8,7 +8,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from multitask_rl.boundary.printable import aligned, one_line, printable
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
@@ -140,6 +144,11 @@ def _check(
             )
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
+    if spec.teacher and not (Path(spec.teacher).is_dir() or _is_cached(spec.teacher)):
+        warnings.append(
+            f"{where}.teacher: {spec.teacher!r} is neither a directory on this machine nor in the cache of "
+            "the hub; train loads it from the hub, or refuses it"
+        )
     if not spec.dataset:
         warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, None)]
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
@@ -161,6 +170,13 @@ def _check(
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
     number = "streamed" if isinstance(train, StreamedRows) else len(train)
     return f"{spec.type}; {number} training rows, {len(held_out)} held-out rows"
+
+
+def _is_cached(model: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:  # a path
+        return False
 
 
 def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:

@@ -293,6 +293,20 @@ def test_validate_plays_a_turn_of_a_world_on_the_first_row(
         assert "tasks.game.environment" in said
 
 
+def test_validate_warns_of_a_teacher_that_this_machine_lacks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "taught.yaml").write_text(
+        "tasks: {math: {type: distill, dataset: math.jsonl, teacher: runs/gone}}"
+    )
+    assert main(["tasks", "validate", "taught.yaml"]) == 0
+    said = "tasks.math.teacher: 'runs/gone' is neither a directory on this machine nor in the cache"
+    assert said in capsys.readouterr().out
+    (here / "runs" / "gone").mkdir(parents=True)
+    assert main(["tasks", "validate", "taught.yaml"]) == 0
+    assert "teacher" not in capsys.readouterr().out
+
+
 def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--help"])
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
