@@ -21,14 +21,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.errors import ConfigError, MissingExtraError, PluginError, path_errors
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError, is_installed, path_errors
 
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
 """Allowed forms of a plugin reference, for messages."""
@@ -168,9 +168,9 @@ def locate(reference: str, group: str, where: str = "") -> Located:
 
 
 def declared_elsewhere(name: str) -> str:
-    """Return a hint for an error: the distributions and groups that declare ``name``; "" if there are none.
+    """Return a hint for the error "unknown plugin": which distributions declare ``name``, in which groups.
 
-    For a misspelt group (``multitask_rl.reward``) the hint names the right one.
+    For a misspelt group (``multitask_rl.reward``) it names the right one. "" if none declares ``name``.
     """
     told = ""
     for info in sorted(_entry_points(tuple(sys.path))):
@@ -251,6 +251,12 @@ def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
             )
         return None
     return build_dataclass(config_class, config, Where(path=(where,)))
+
+
+def is_importable(module: str) -> bool:
+    """Whether the package of ``module`` is installed or in the working directory; nothing is imported."""
+    package = module.partition(".")[0]
+    return is_installed(package) or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
 
 
 def absolute_reference(reference: str) -> str:

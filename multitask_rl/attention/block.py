@@ -106,10 +106,11 @@ _living: weakref.WeakValueDictionary[int, Blocks] = weakref.WeakValueDictionary(
 
 
 def mask_of(blocks: Blocks, model: Any) -> Tensor:
-    """Return the attention mask that names ``blocks``; it has four axes, so ``model`` passes it on unchanged.
+    """Return an empty attention mask by whose shape ``block_attention`` finds ``blocks``.
 
-    The number of the blocks is in its shape. A shape survives the checkpointing and offloading of a layer,
-    and is read without waiting for a device.
+    Its third axis is the number of ``blocks`` in ``_living``. A shape survives the checkpointing and
+    offloading of a layer, and is read without waiting for a device. ``model`` passes a mask of four axes on
+    unchanged.
     """
     number = next(_numbers)
     _living[number] = blocks
@@ -117,7 +118,10 @@ def mask_of(blocks: Blocks, model: Any) -> Tensor:
 
 
 def keep_until_backward(blocks: Blocks, outputs: Sequence[Tensor]) -> None:
-    """Keep ``blocks`` as long as the graph of ``outputs``: checkpointing computes layers again."""
+    """Keep ``blocks`` as long as the graph of ``outputs``.
+
+    With gradient checkpointing the backward pass computes layers again and looks ``blocks`` up.
+    """
     for output in outputs:
         node: Any = output.grad_fn
         if node is not None:

@@ -67,7 +67,10 @@ def context_attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Attend causally, the last query at the last key; computed again in the backward pass with its mask."""
+    """Attend causally; the last query has the position of the last key.
+
+    The backward pass computes it again, so the mask is not kept.
+    """
     asked, seen = query.shape[2], key.shape[2]
     mask = None
     if asked < seen:

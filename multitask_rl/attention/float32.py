@@ -33,7 +33,7 @@ More leave the CPU's cache and are slower than the kernel of torch.
 
 
 def compiles_shapes(model: Any, *, autocast: bool) -> bool:
-    """Whether each new shape of a product is compiled first: in bfloat16 on a CPU (oneDNN)."""
+    """Whether oneDNN compiles each new shape of a product: ``model`` computes in bfloat16 on a CPU."""
     weight = next(model.parameters())
     return bool(weight.device.type == "cpu" and (autocast or weight.dtype == torch.bfloat16))
 

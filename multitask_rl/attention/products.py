@@ -28,8 +28,8 @@ with_onednn = False
 def multiply_with_onednn() -> None:
     """Let oneDNN multiply this process's float32 matrices where that is faster and as exact.
 
-    That is on an AMD CPU with AVX-512 and without an accelerator, if a small product has the precision of
-    float32. A process that has chosen a precision itself keeps it.
+    That is on an AMD CPU with AVX-512 and without an accelerator. A small product is tried: if its error is
+    above ``EXACT``, the setting is taken back. A process that has chosen a precision itself keeps it.
     """
     global with_onednn
     if with_onednn or torch.accelerator.is_available():

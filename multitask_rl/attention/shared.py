@@ -105,8 +105,8 @@ class RowGrid:
 class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
     """Prompts [U, K, P, D] per bucket, and the rows' own tokens [B, K, C, D] in a growing buffer.
 
-    All ``C`` places are read; empty ones are 0: skipping them costs more than the products. The last place is
-    always empty: it takes the score of the whole prompt (see ``_attend``).
+    Products read all ``C`` places, because leaving out the empty ones would cost more. Empty places are 0.
+    The last place is always empty: ``_attend`` puts the score of the whole prompt there.
     """
 
     def __init__(self, grid: RowGrid, prompts: list[tuple[Tensor, Tensor]]) -> None:

@@ -24,7 +24,7 @@ from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_n
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
-from multitask_rl.config.trust import TRUST, refuse_code
+from multitask_rl.config.trust import TRUST, refuse_code, refuse_code_in
 from multitask_rl.errors import ConfigError, DataError, check_output_file
 from multitask_rl.records import Failure, Score, Scored
 from multitask_rl.scoring.pool import RewardPool
@@ -96,6 +96,8 @@ def main(arguments: list[str]) -> int:
     record = options.run / RECORD
     loaded = load_yaml(record)[0] if record.is_file() else {}
     config: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
+    if options.tasks and not options.trust:
+        refuse_code_in(options.tasks, is_only_read=True)
     specs = load_tasks(options.tasks) if options.tasks else _recorded_tasks(record, config)
     # attempts that a constraint rejected have no scores
     names = former_names(config)

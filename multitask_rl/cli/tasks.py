@@ -8,7 +8,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from multitask_rl.boundary.printable import aligned, one_line, printable
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
@@ -25,6 +29,7 @@ from multitask_rl.data.readers import GeneratedRows, Row, StreamedRows
 from multitask_rl.data.render import check_split
 from multitask_rl.data.rows import load_both, row_id
 from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.base import StepResult
 from multitask_rl.environments.pool import WorldPool
 from multitask_rl.errors import ConfigError, MultitaskRLError, UnavailableError, raise_all
 from multitask_rl.plugins import ALGORITHMS, load_plugin
@@ -48,9 +53,9 @@ def main(arguments: list[str]) -> int:
         command.add_argument("overrides", nargs="*", default=[], help="tasks.NAME.KEY=VALUE ...")
         if name == "validate":
             command.add_argument("--quick", action="store_true", help="build no plugin and score no row")
-            command.add_argument(
-                TRUST, action="store_true", help="run code that a file outside the working directory names"
-            )
+        command.add_argument(
+            TRUST, action="store_true", help="run code that a file outside the working directory names"
+        )
         if name == "show":
             command.add_argument("--json", action="store_true", help="for programs")
     text = "print the JSON schema of a tasks file, for editors"
@@ -60,8 +65,8 @@ def main(arguments: list[str]) -> int:
     if options.command == "schema":
         print(json.dumps(run_schema() if options.run else tasks_schema(), indent=2))
         return 0
-    if options.command == "validate" and not options.trust:
-        refuse_code_in(options.file)
+    if not options.trust:
+        refuse_code_in(options.file, is_only_read=options.command == "show")
     specs = load_tasks(options.file, _overrides(options.overrides))
     if options.command == "show":
         plain = {name: dataclasses.asdict(spec) for name, spec in specs.items()}
@@ -139,6 +144,11 @@ def _check(
             )
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
+    if spec.teacher and not (Path(spec.teacher).is_dir() or _is_cached(spec.teacher)):
+        warnings.append(
+            f"{where}.teacher: {spec.teacher!r} is neither a directory on this machine nor in the cache of "
+            "the hub; train loads it from the hub, or refuses it"
+        )
     if not spec.dataset:
         warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, None)]
         return f"{spec.type}; no data set here (to be given in Python or with tasks.{spec.name}.dataset=...)"
@@ -160,6 +170,13 @@ def _check(
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
     number = "streamed" if isinstance(train, StreamedRows) else len(train)
     return f"{spec.type}; {number} training rows, {len(held_out)} held-out rows"
+
+
+def _is_cached(model: str) -> bool:
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except HFValidationError:  # a path
+        return False
 
 
 def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
@@ -187,7 +204,7 @@ def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
 
 
 def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> None:
-    """Begin an episode of each task on its first row, and give its world one answer."""
+    """Begin an episode of each task on its first row, give one answer, and end it if its world is done."""
     pool = WorldPool({name: WorldSpec.of_task(spec) for name, spec in specs.items()}, num_workers=1)
     with contextlib.closing(pool):
         for name, spec in specs.items():
@@ -197,17 +214,21 @@ def _play_a_turn(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> Non
             row = first[name]
             ticket = pool.open(name, row)
             answer = _answer_to(row)
-            for what in ("the first row", f"the answer {answer!r} to the first row"):
+            for what in ("on the first row", f"on the answer {answer!r} to the first row", "at the end"):
                 told: list[Any] = []
                 while not told:
                     told = [own for _, own in pool.poll(spec.turn_timeout_s)]
                 if isinstance(told[0], Failure):
                     raise ConfigError(
-                        f"{spec.where}.environment: {spec.environment!r} fails on {what} "
+                        f"{spec.where}.environment: {spec.environment!r} fails {what} "
                         f"({told[0].kind.value}: {told[0].message}); --quick validates without opening it"
                     )
-                if what == "the first row":
+                if what == "on the first row":
                     pool.step(ticket, {"role": "assistant", "content": answer})
+                elif isinstance(told[0], StepResult) and told[0].done:
+                    pool.finish(ticket)
+                else:
+                    break
 
 
 def _answer_to(row: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from multitask_rl.boundary.python_source import parse_python
@@ -13,8 +13,8 @@ from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
-from multitask_rl.errors import ConfigError, is_installed, path_errors, require_extra
-from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, list_plugins
+from multitask_rl.errors import ConfigError, path_errors, require_extra
+from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, is_importable, list_plugins
 
 _UNSCORED = ("anchor", "sft", "distill")
 """Kinds of tasks that need no reward."""
@@ -22,6 +22,8 @@ RESERVED_NAMES = ("all", "macro", "worst", "global")
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 FOREIGN_PREFIXES = ("trl", "verl", "verifiers", "reasoning_gym", "evaluate")
 """Prefixes of reward functions of other libraries; ``scoring.adapt`` reads the rest of the name."""
+ENVIRONMENT_PREFIXES = ("trl", "openenv", "verifiers", "reasoning_gym", "agent")
+"""Prefixes of environments of other libraries and of agents; ``environments.adapt`` reads the rest."""
 FUNCTION_PREFIXES = ("trl", "verl", "agent")
 """Prefixes before the name of a function or class in our own notation."""
 GENERATOR_PREFIX = "reasoning_gym:"
@@ -127,6 +129,7 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     check_entry_point(where.at("type"), "multitask_rl.algorithms", spec.type)
     if spec.environment:
         check_entry_point(where.at("environment"), "multitask_rl.environments", spec.environment)
+        _check_prefix(where.at("environment"), spec.environment, ENVIRONMENT_PREFIXES)
     for index, reward in enumerate(spec.rewards):
         place = where.at("rewards", index)
         _check_plugin(place, "multitask_rl.rewards", reward.plugin)
@@ -294,7 +297,7 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
     prefix, _, rest = plugin.partition(":")
     if not rest:
         return check_entry_point(where, group, plugin)
-    if prefix in FUNCTION_PREFIXES:
+    if prefix in FOREIGN_PREFIXES and prefix in FUNCTION_PREFIXES:
         if ":" not in rest and rest not in {p.name for p in list_plugins(group)}:
             raise ConfigError(
                 f"{where}: {plugin!r} names no file, module or installed plugin; expected "
@@ -303,6 +306,7 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
         return _check_plugin(where, group, rest)
     if prefix in FOREIGN_PREFIXES:
         return None
+    _check_prefix(where, plugin, FOREIGN_PREFIXES)
     place, _, name = plugin.rpartition(":")
     if place.endswith(".py"):
         with path_errors(f"{where}: the plugin file", place, PLUGIN_FORMS):
@@ -325,10 +329,22 @@ def _check_plugin(where: Where, group: str, plugin: str) -> None:
             raise ConfigError(
                 f"{where}: {place!r} has no {name!r}{suggest(name, names)} (it has: {', '.join(names)})"
             )
-    elif not place or not is_installed(place.split(".")[0]):
+    elif not is_importable(place):
         raise ConfigError(
-            f"{where}: {plugin!r} is not found: no module {place!r}; expected an entry-point name, "
-            f"module:function, file.py:function, or one of the prefixes {', '.join(FOREIGN_PREFIXES)}"
+            f"{where}: {plugin!r} is not found: no module {place!r}{suggest(place, FOREIGN_PREFIXES)}; "
+            f"install its package, or name a file: {place.replace('.', '/')}.py:{name} "
+            f"(prefixes: {', '.join(FOREIGN_PREFIXES)})"
+        )
+
+
+def _check_prefix(where: Where, plugin: str, known: Sequence[str]) -> None:
+    """Refuse ``prefix:file.py:object`` and the like with a prefix that is not ``known``."""
+    place = plugin.rpartition(":")[0]
+    prefix, colon, _ = place.partition(":")
+    if colon and prefix not in known and not is_file(Path(place).expanduser()):
+        raise ConfigError(
+            f"{where}: unknown prefix {prefix!r} of {plugin!r}{suggest(prefix, known)} "
+            f"(allowed: {', '.join(known)}, or none)"
         )
 
 

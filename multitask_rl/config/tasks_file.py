@@ -29,7 +29,7 @@ from multitask_rl.config.schema.build import build_dataclass, check_keys, settin
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.schema.ranges import suggest, unknown_name
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec, short_name
-from multitask_rl.errors import ConfigError, MultitaskRLError, raise_all
+from multitask_rl.errors import ConfigError, MissingExtraError, MultitaskRLError, PluginError, raise_all
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
@@ -229,8 +229,8 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
         )
     spec.sampling_keys = tuple(values.get("sampling") or ())
     spec.source = where.source
-    spec.dataset = _beside(spec.dataset, where)
-    spec.eval_dataset = _beside(spec.eval_dataset, where)
+    spec.type = _resolve_plugin(spec.type, where)
+    spec.dataset, spec.eval_dataset = (_resolve_data(d, where) for d in (spec.dataset, spec.eval_dataset))
     if spec.teacher and where.file:
         beside = (Path(where.file).parent / Path(spec.teacher).expanduser()).resolve()
         spec.teacher = str(beside) if beside.is_dir() else spec.teacher
@@ -251,9 +251,12 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> dict[str, Any
         own = {k: v for k, v in (config or {}).items() if k not in ("size", "seed")}
         rewards = [{"plugin": dataset, "config": {"dataset": own}}]
         return {"prompt": _ANSWER_IN_TAGS, **raw, "rewards": rewards}
-    name = dataset.removeprefix("plugin:")
+    name = _resolve_plugin(dataset.removeprefix("plugin:"), where)
     check_entry_point(where.at("dataset"), TASKS, name)
-    plugin = load_plugin(TASKS, name, expects=["settings", "rows"])
+    try:
+        plugin = load_plugin(TASKS, name, expects=["settings", "rows"])
+    except (MissingExtraError, PluginError) as error:
+        raise type(error)(f"{where.at('dataset')}: {error}") from error
     task = build_plugin(plugin, config or {}, where=str(where))
     given = {long for short, (_, long) in SHORT_FORMS.items() if short in raw}
     settings = {k: v for k, v in task.settings().items() if k not in given}
@@ -292,6 +295,12 @@ def _beside(text: str, where: Where) -> str:
         return text
     path = (Path(where.file).parent / Path(text).expanduser()).resolve()
     return str(path) if is_file(path) else text
+
+
+def _resolve_data(dataset: str, where: Where) -> str:
+    if dataset.startswith("plugin:"):
+        return f"plugin:{_resolve_plugin(dataset.removeprefix('plugin:'), where)}"
+    return _beside(dataset, where)
 
 
 def _resolve_plugin(plugin: str, where: Where) -> str:

@@ -19,14 +19,26 @@ TRUST = "--trust"
 """The option that allows a file from elsewhere to name code."""
 
 _REMOTE_CODE = "trust_remote_code"
-_NAMES = ("plugin", "reward_model", "constraint_model", "environment", "reward_function")
+_NAMES = (
+    *("plugin", "reward_model", "constraint_model", "environment", "reward_function", "type"),
+    *("policy", "engine", "backend"),
+)
 """Keys that name code."""
+_LISTS = ("rewards", "constraints", "trackers")
+"""Keys of lists that name code."""
+_DATA = ("dataset", "eval_dataset")
+"""Keys that name code behind ``plugin:``."""
 
 
-def refuse_code_in(path: str | Path) -> None:
-    """Refuse a tasks file or a run's record from elsewhere that names code, or that is not YAML."""
-    if not _is_own(Path(os.path.abspath(path))):
-        refuse_code(path, _named(load_yaml(path)[0], ""))
+def refuse_code_in(path: str | Path, *, is_only_read: bool = False) -> None:
+    """Refuse a tasks file or a run's record from elsewhere that names code, or that is not YAML.
+
+    ``is_only_read``: no plugin is built, so only the task plugins count, which already reading the file runs.
+    """
+    if _is_own(Path(os.path.abspath(path))):
+        return
+    named = _named(load_yaml(path)[0], "")
+    refuse_code(path, (n for n in named if not is_only_read or n[0].rpartition(".")[2] in _DATA))
 
 
 def refuse_code(path: str | Path, named: Iterable[tuple[str, str]]) -> None:
@@ -56,7 +68,9 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
                 yield here, _REMOTE_CODE
             elif name in _NAMES and isinstance(below, str):
                 yield here, below
-            elif name in ("rewards", "constraints") and isinstance(below, list):
+            elif name in _DATA and isinstance(below, str) and below.startswith("plugin:"):
+                yield here, below.removeprefix("plugin:")
+            elif name in _LISTS and isinstance(below, list):
                 yield from ((f"{here}[{i}]", item) for i, item in enumerate(below) if isinstance(item, str))
             yield from _named(below, here)
     elif isinstance(value, list):

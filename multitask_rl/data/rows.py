@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
@@ -266,14 +266,32 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
     splits: dict[str, Rows] = {}
     offered = EVAL_SPLITS if spec.evaluation_only else EVAL_SPLITS[:-1]
     for split in [spec.eval_split] if spec.eval_split else offered:
-        if split != spec.split and (rows := task.rows(split)):
+        if split != spec.split and (rows := _rows_of_plugin(spec, name, task, split)):
             splits[split] = rows
             break
     if not (spec.evaluation_only and splits):
-        splits[spec.split] = task.rows(spec.split)
+        splits[spec.split] = _rows_of_plugin(spec, name, task, spec.split)
     if not any(len(rows) for rows in splits.values()):
-        raise DataError(f"task plugin {name!r} gave no rows for the splits {', '.join(splits)}")
+        raise DataError(f"{spec.where}.dataset: {name!r} gave no rows for the splits {', '.join(splits)}")
     return splits
+
+
+def _rows_of_plugin(spec: TaskSpec, name: str, task: Any, split: str) -> Rows:
+    where = f"{spec.where}.dataset"
+    try:
+        rows: Rows = [] if (given := task.rows(split)) is None else given
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if not isinstance(rows, Sized) or isinstance(rows, Mapping):  # a ``Dataset`` is no ``Sequence``
+        raise DataError(
+            f"{where}: rows({split!r}) of {name!r} returned a {type(rows).__name__}, not a list of mappings"
+        )
+    if len(rows) and not isinstance(rows[0], Mapping):
+        raise DataError(
+            f"{where}: row {rows[0]!r:.200} of {name!r} is no mapping; "
+            f"rows({split!r}) has to return a list of mappings"
+        )
+    return rows
 
 
 def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:

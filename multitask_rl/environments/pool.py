@@ -49,7 +49,8 @@ Answer = Opening | StepResult | Ended | Failure
 class _Worker:
     """A worker process. One thread starts it and reads its answers, another sends it orders.
 
-    The pool's thread neither waits for a process that does not read, nor has to outlive it.
+    So a process that does not read does not block the pool's thread, and the process may live longer than
+    that thread (see ``start_interpreter``).
     """
 
     def __init__(self, arrived: queue.SimpleQueue[Arrival], output: PluginOutput) -> None:
@@ -238,9 +239,9 @@ class WorldPool:
             self._order(ticket, "cancel")
 
     def pause(self, tickets: Collection[int]) -> None:
-        """Give the workers' places of the episodes ``tickets`` to others, as nothing is sampled for them.
+        """Let the episodes ``tickets`` take no place in their workers while nothing is sampled for them.
 
-        A later call replaces ``tickets``; with none, all episodes have their places back.
+        A later call replaces ``tickets``; with none, all episodes take a place again.
         """
         self._paused = set(tickets)
 

@@ -32,7 +32,10 @@ class Tool:
         here = f"{where}: the tool {self.name!r}"
         text = inspect.getdoc(method)
         if not text:
-            raise PluginError(f"{here} has no docstring; the actor is told what a tool does by its docstring")
+            raise PluginError(
+                f"{here} has no docstring; the actor is told what a tool does by its docstring. A method "
+                "that is no tool begins its name with _"
+            )
         parameters = inspect.signature(method).parameters
         try:
             hints = typing.get_type_hints(method)

@@ -30,6 +30,7 @@ from multitask_rl.environments.base import Earned, Opening, StepResult, World
 from multitask_rl.environments.calls import CALL_FACTS
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind
+from multitask_rl.scoring.results import place_of
 from multitask_rl.scoring.worker import PR_SET_PDEATHSIG, enter
 
 BUILT, CLOSED = "built", "closed"
@@ -151,7 +152,8 @@ class WorldWorker:
         except MultitaskRLError as error:
             self._send(ticket, error)
         except BaseException as error:  # noqa: BLE001 - foreign code
-            self._send(ticket, PluginError(f"{spec.where}: {type(error).__name__}: {error}"))
+            message = f"{spec.where}: {type(error).__name__}: {error}{place_of(error)}"
+            self._send(ticket, PluginError(message))
         self._end(ticket)
 
     def _send(self, ticket: int, answer: Any) -> None:
@@ -173,7 +175,7 @@ class WorldWorker:
 
 def _failure(where: str, error: BaseException) -> Failure:
     kind = FailureKind.data if isinstance(error, DataError) else FailureKind.infra
-    message = f"{where}: {type(error).__name__}: {error}"
+    message = f"{where}: {type(error).__name__}: {error}{place_of(error)}"
     return Failure(kind=kind, message=message, source="environment")
 
 

@@ -566,12 +566,12 @@ class SafetyGuard(Guard):
             self._cooldown_until = step + config.cooldown_steps * 2 ** (times - 1)
 
     def _changed_shares(self) -> list[str]:
-        """Return which shares are multiplied by what, of tasks that are trained."""
+        """Return a text per trained task with a factor: ``share of TASK x FACTOR``."""
         factors, trained = self.weight_factors().items(), self._history.trained
         return [f"share of {task} x {factor:g}" for task, factor in factors if task in trained]
 
     def _until_recovered(self) -> str:
-        """Return what a milder action changes, as the end of its reason."""
+        """Return the last part of a reason: the changed shares, and how long they hold; "" without any."""
         changes = self._changed_shares()
         return f"; {', '.join(changes)} until {self._adjustments.victim} has recovered" if changes else ""
 

@@ -570,9 +570,11 @@ def load_actor(
                 f"model.name_or_path {name!r} is a directory without a loadable causal language model (it "
                 f"holds {have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
             ) from error
+        here = "" if Path(name).is_absolute() else f" (a path from the working directory {str(Path.cwd())!r})"
         raise ConfigError(
-            f"model.name_or_path {name!r} is neither a directory on this machine nor a model that can be had "
-            f"from the Hugging Face hub: {first}. Check the path, or download the model first."
+            f"model.name_or_path {name!r} is neither a directory on this machine{here} nor a model that can "
+            f"be had from the Hugging Face hub: {first.rstrip('.')}. Check the path, or download the model "
+            "first."
         ) from error
     return _prepare(model.to(device), tokenizer, config, seed)
 

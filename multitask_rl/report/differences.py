@@ -59,7 +59,10 @@ def measure_the_same(first: Evaluation, second: Evaluation) -> bool:
 
 
 def share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: Evaluation) -> bool:
-    """Compare the recorded prompts or, without them, the number of values and the configuration."""
+    """Whether two evaluations are of the same held-out prompts.
+
+    Without recorded prompts: whether the number of values and the configuration of the data are the same.
+    """
     if len(first.values) != len(second.values):
         return False
     if first.prompts or second.prompts:

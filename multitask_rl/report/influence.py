@@ -29,7 +29,7 @@ _FEWEST_DEGREES = 3
 def influence(run: RunRecord) -> dict[str, Any]:
     """Return shares and changes per interval between evaluations, and effects of tasks on tasks.
 
-    Of a task those evaluations count that have metric and definition of its last one.
+    An evaluation counts if it has the metric and the definition of the last one of its task.
 
     ``intervals``: each task's share of the groups trained on, and its held-out change with a 95 % interval,
     paired by prompt. ``effects``: see ``_effects``. ``reason``: why there are no effects.
@@ -64,7 +64,7 @@ def _ends(by_step: Mapping[int, Evaluation], first: int, last: int) -> tuple[Eva
 
 
 def _shares(run: RunRecord, first: int, last: int) -> dict[str, float]:
-    """Return the mean share of each trained task over the steps after ``first`` to ``last``."""
+    """Return the mean share of each trained task over the steps ``first + 1`` to ``last``."""
     sums = {
         task: math.fsum(share for step, share in own.items() if first < step <= last)
         for task, own in run.shares.items()
@@ -85,8 +85,8 @@ def _effects(
 
     ``length`` is in mean intervals. So an effect is the change in an interval of mean length, in the middle
     of the run, with prompts of that task alone. The trend takes up that learning slows whatever the shares
-    are. Intervals are Student's. Neighbouring changes share an evaluation: its noise makes them too wide.
-    Verdicts are corrected for their number (Holm).
+    are. Intervals are Student's. They are too wide, because two neighbouring changes share an evaluation and
+    its noise. Verdicts are corrected for their number (Holm).
     """
     intervals = list(pairwise(steps))
     shares = [_shares(run, *ends) for ends in intervals]

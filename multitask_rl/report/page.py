@@ -63,12 +63,12 @@ _MOST_POINTS = 800
 _PAGE_BYTES = 7_700_000
 """Most bytes of the whole page, so that it stays under 8 MB."""
 _TOKEN_BYTES = 1_000_000
-"""Of these bytes, those for the tokens of samples; texts of older samples get the rest."""
+"""Of these bytes, those for the tokens of samples; texts get the rest."""
 _SPANS_OF_STEPS = 12
 """Newest steps in the timeline."""
 _MOST_SPANS = 4_000
 _FEWEST_STEPS, _HARDLY = 10, 0.02
-"""A task gives no signal if in half of its steps, so many at least, a smaller part of its groups does."""
+"""A task gives no signal if, in the later half of its steps (10 at least), fewer of its groups do."""
 
 
 def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> str:
@@ -114,10 +114,10 @@ def attach_page(trackers: Trackers) -> None:
 
 
 def embedded(samples: Samples, most_bytes: int, token_bytes: int = _TOKEN_BYTES) -> dict[str, Any]:
-    """Return the newest samples whose texts and tokens (base64) have at most ``most_bytes``.
+    """Return the newest samples, their texts and tokens (base64) at most ``most_bytes`` together.
 
-    Texts of older samples go before tokens of newer ones, but for ``token_bytes``. Without samples in the
-    page, ``left_out`` counts them.
+    ``token_bytes`` of these are for tokens, the rest is for texts; tokens also get what texts do not use.
+    ``left_out`` is the number of older samples that are not in the page.
     """
     kinds = (samples.texts, samples.tokens)
     texts, tokens = ([base64.b64encode(chunk).decode() for chunk in own.packed()] for own in kinds)
@@ -227,7 +227,7 @@ def _subtitle(run: RunRecord, steps: Sequence[int]) -> str:
 def _without_signal(
     rows: Mapping[int, Mapping[str, float]], result: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return the tasks that are no better and whose groups gave hardly a gradient in half of the steps."""
+    """Return the tasks that are no better and whose groups gave hardly a gradient in the later half."""
     found = []
     for task, row in result["tasks"].items():
         key = f"task/{task}/informative_rate"
@@ -258,7 +258,7 @@ def _tiles(
     rows: Mapping[int, Mapping[str, float]],
     alarms: Sequence[Mapping[str, Any]],
 ) -> list[list[Any]]:
-    """Return name, number and remark of what to see first."""
+    """Return the tiles at the top of the page: name, number and remark of each."""
     verdicts = [row["verdict"] for row in result["tasks"].values()]
     seconds = [row["time/step_s"] for row in rows.values() if "time/step_s" in row]
     last = max(rows, default=0)

@@ -212,7 +212,7 @@ class WrappedEngine(RolloutEngine):
 def collect(
     requests: Sequence[GenerationRequest], parts: Iterable[Sequence[Ended]]
 ) -> list[list[Generation]]:
-    """Return the ``parts`` that ``generate_stream`` yields in the order of ``generate``."""
+    """Return the samples in ``parts``, which ``generate_stream`` yields, in the order of ``generate``."""
     found = {(i, j): generation for part in parts for i, j, generation in part}
     return [[found[i, j] for j in range(len(request.seeds))] for i, request in enumerate(requests)]
 

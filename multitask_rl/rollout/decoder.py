@@ -45,7 +45,10 @@ class Past:
     """[layers] keys and values, [2, K, T, D]."""
 
     def shared(self, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens ``prompt`` begins with that are known; its last one is always computed."""
+        """Return how many of the first tokens of ``prompt`` are known.
+
+        Its last token does not count: it is computed for the next logits.
+        """
         most = min(len(self.ids), len(prompt) - 1)
         if self.ids[:most] == prompt[:most]:
             return most

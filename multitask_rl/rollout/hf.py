@@ -338,7 +338,7 @@ class HFEngine(RolloutEngine):
             self._between_steps()
 
     def _keep(self, row: _Row, response_ids: Sequence[int], state: SharedDecoder, place: int) -> None:
-        """Keep what is known of an ended row, if there is room; its last token was not computed."""
+        """Keep the keys and values of an ended row, if there is room; its last token has none yet."""
         ids = (*row.prompt_ids, *response_ids[:-1])
         if len(ids) + sum(len(past.ids) for past in self._pasts.values()) <= self._kept_tokens:
             self._pasts[row.conversation] = Past(ids, state.known(place))

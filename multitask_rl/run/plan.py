@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
-from multitask_rl.config.checks import FOREIGN_PREFIXES, check_entry_point
+from multitask_rl.config.checks import FOREIGN_PREFIXES, FUNCTION_PREFIXES, check_entry_point
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
@@ -267,13 +267,14 @@ def load_task_rows(
 def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
     """Return the columns that the plugins read: those that must hold something, those that may be null.
 
-    Plugins of other libraries may be slow to build; they name a missing column when they score.
+    Data sets and metrics of other libraries may be slow to build; they name a missing column when they score.
     """
     needs, parameters = set[str](), set[str]()
     named = [("reward", r.plugin, r.config) for r in spec.rewards]
     named += [("constraint", c.plugin, c.config) for c in spec.judged]
     for kind, reference, config in named:
-        if reference.partition(":")[0] not in FOREIGN_PREFIXES:
+        prefix = reference.partition(":")[0]
+        if prefix not in FOREIGN_PREFIXES or prefix in FUNCTION_PREFIXES:
             source = find_plugin(kind, reference, f"{spec.where}.{kind}s")
             needs.update(source.traits.needs)
             parameters.update(source.check(config))

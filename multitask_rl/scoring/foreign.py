@@ -377,6 +377,6 @@ def _column(row: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def _own(value: Any, base: type, name: str) -> bool:
-    """Whether ``value`` has the method ``name`` as ``base`` has it."""
+    """Whether the class of ``value`` does not override the method ``name`` of ``base``."""
     mine, theirs = getattr(type(value), name), getattr(base, name)
     return getattr(mine, "__func__", mine) is getattr(theirs, "__func__", theirs)

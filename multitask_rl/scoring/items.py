@@ -144,15 +144,16 @@ class Call:
         return [item for item in current if item.result is None]
 
     def is_out_of_patience(self, now: float, limit: float) -> bool:
-        """Whether it has been silent so long that the plugin may be down."""
+        """Whether its next result has been awaited so long that the plugin may be down."""
         return now - self.began > max(STALL_S, limit / 4)
 
     def held_up(self, now: float, queued: Collection[int], *, limit: float, waits: bool) -> list[Item]:
         """Return the items of this stalled call that are due to be sent again, each alone.
 
-        Items behind the current one are due at once. Of a batch, one item is due first, to show that the
-        plugin answers; when the patience is over, all are, because the item that hangs is not known. Those
-        with an id in ``queued`` are not. ``waits``: a second request costs money, so it is made late.
+        With ``each``, the items behind the current one are due at once. Of a batch, one item is due first, to
+        show that the plugin answers. Once ``is_out_of_patience``, all are due, because the item that hangs is
+        not known; with ``waits``, whose requests cost money, only after ``limit``. Items with an id in
+        ``queued`` are not due.
         """
         if len(self.items) < 2 or self.hedged:
             return []

@@ -123,10 +123,10 @@ def failure_of(error: BaseException, source: str) -> Failure:
             kind = FailureKind.infra
         case _:
             kind = FailureKind.data if isinstance(error, DataError) else FailureKind.grader
-    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE] + _place_of(error), source, kind)
+    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE] + place_of(error), source, kind)
 
 
-def _place_of(error: BaseException) -> str:
+def place_of(error: BaseException) -> str:
     """Return `` (file:line)``, the innermost line of the plugin's own code; empty if it is not known."""
     own = ""
     for frame, line in traceback.walk_tb(error.__traceback__):

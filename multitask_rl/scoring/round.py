@@ -35,7 +35,7 @@ class Pending(Protocol[T]):
         """Add rollouts; scoring starts where possible."""
 
     def seal(self, order: Sequence[int] | None = None) -> None:
-        """Declare that no more rollouts are added; ``order``: all indices as the step's batch has them."""
+        """Declare that no more rollouts are added; ``order``: all indices in the order of the batch."""
 
     def is_done(self, index: int) -> bool:
         """Whether everything about a rollout is known."""

@@ -139,7 +139,7 @@ class ErrorBudget:
 
 
 def of_plugins(record: Scored) -> bool:
-    """Whether a reward, a constraint or a world decided about the record, and not the engine."""
+    """Whether plugins or an environment decided the record: False where the engine gave no rollout."""
     failure = record.rollout.failure
     return failure is None or failure.source == "environment"
 

@@ -257,9 +257,11 @@ def build_task_states(
         if actor.max_length:
             room = actor.max_length - sampling.max_new_tokens - 1  # one position for a control token
             if room < 1:
+                own = "max_new_tokens" in spec.sampling_keys
+                key = "sampling.max_new_tokens of the task" if own else "rollout.max_new_tokens"
                 raise ConfigError(
-                    f"task {name!r}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in "
-                    f"the model's {actor.max_length} positions; lower rollout.max_new_tokens"
+                    f"{spec.where}: max_new_tokens {sampling.max_new_tokens} leaves no room for a prompt in "
+                    f"the model's {actor.max_length} positions; lower {key}"
                 )
             limit = min(limit, room) if limit else room
         stream: PromptStream | None = None

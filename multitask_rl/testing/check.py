@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class CheckReport:
     plugin: str
     kind: str
     traits: PluginTraits | None
-    """Traits of a reward or constraint."""
+    """Traits of a reward or constraint; ``needs`` with the columns that its parameters or ``Config`` name."""
     findings: tuple[Finding, ...]
 
     @property
@@ -139,7 +139,8 @@ def check_plugin(
                 else f
                 for f in findings
             ]
-    return CheckReport(name_or_ref, kind, source.traits, tuple(findings))
+    needs = tuple(dict.fromkeys([*source.traits.needs, *source.check(config or {})]))
+    return CheckReport(name_or_ref, kind, replace(source.traits, needs=needs), tuple(findings))
 
 
 def assert_contract(

@@ -239,7 +239,7 @@ def _findings(
         Finding("within its time limit", seconds <= limit, f"{per_response:.2f} ms per response"),
         run_check(alone, lambda: same([grader.grade([rollout])[0] for rollout in rollouts]))
         if is_deterministic
-        else Finding(alone, True, "declares that it is not deterministic"),
+        else Finding(alone, True, "not tried, it does not declare deterministic=True"),
         Finding("an empty batch gives no result", grader.grade([]) == []),
     ]
     if is_deterministic:

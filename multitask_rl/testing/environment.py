@@ -42,7 +42,7 @@ def check_environment(
         config: ``environment_config``.
         row: a row of its data; None = a sum, and what needs a column beyond that is not tried.
     """
-    spec = WorldSpec(reference=plugin, config=dict(config or {}), where=plugin)
+    spec = WorldSpec(reference=plugin, config=dict(config or {}))
     given = {"prompt": "What is 2 + 2?", "reference": "4"} if row is None else dict(row)
     with _Worlds(spec) as worlds, _Worlds(spec) as others:
         findings = [run_check("is built and closed in a worker process", worlds.check)]

@@ -248,7 +248,8 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
         run = client.get_run(run_id)
     except MlflowException as error:
         place = redact_text(uri) or "its default URI"
-        raise ConfigError(f"MLflow at {place} has no run {run_id!r}: {error}") from error
+        hint = "" if uri else "; name its store with --tracking-uri sqlite:///runs/mlflow.db or an address"
+        raise ConfigError(f"MLflow at {place} has no run {run_id!r}: {error}{hint}") from error
     present = {entry.path for entry in client.list_artifacts(run_id)}
     for name in ("events.jsonl", *_KEPT_FILES):
         if name in present:
@@ -420,7 +421,10 @@ class MLflowTracker(Tracker):
         return str(self._client.create_run(number, run_name=name, tags=tags).info.run_id)
 
     def _began_as(self, run: Run) -> bool:
-        """Whether the first line of ``metrics.jsonl`` is of ``run``: its seconds are those of no other."""
+        """Whether ``run`` has logged the first line of ``metrics.jsonl``.
+
+        The line holds measured seconds, so another run has other values.
+        """
         if not self._num_bytes("metrics.jsonl"):
             return False
         with (self._directory / "metrics.jsonl").open("rb") as stream:

@@ -250,6 +250,14 @@ MISTAKES = {
         data("d.jsonl", '{"prompt": "a"}\n' * 3),
         ["tasks.copy: row", "lacks reference", "columns: prompt"],
     ),
+    "a column that a reward of TRL lacks": (
+        TRAIN,
+        {
+            **task(rewards=["trl:own.py:score"]),
+            "own.py": "def score(completions, referense):\n    return [1.0] * len(completions)\n",
+        },
+        ["tasks.copy: row", "lacks referense", "did you mean 'reference'"],
+    ),
     "an empty prompt": (
         TRAIN,
         data("d.jsonl", '{"prompt": "", "reference": "a"}\n' * 3),
@@ -275,6 +283,31 @@ MISTAKES = {
         VALIDATE,
         task(rewards=["rewards.starts_right"]),
         ["rewards[0]: unknown reward 'rewards.starts_right'", "write rewards:starts_right"],
+    ),
+    "a module that is not there": (
+        VALIDATE,
+        task(rewards=["gone:score"]),
+        ["rewards[0]", "no module 'gone'", "install its package", "gone.py:score"],
+    ),
+    "a misspelt prefix of a file": (
+        VALIDATE,
+        task(rewards=["vrl:rewards.py:starts_right"]),
+        ["rewards[0]", "unknown prefix 'vrl'", "did you mean 'verl'"],
+    ),
+    "a misspelt prefix of a name": (
+        VALIDATE,
+        task(rewards=["verifier:gsm8k"]),
+        ["rewards[0]", "did you mean 'verifiers'"],
+    ),
+    "a prefix of environments at a reward": (
+        VALIDATE,
+        task(rewards=["agent:rewards.py:starts_right"]),
+        ["rewards[0]", "unknown prefix 'agent'", "evaluate"],
+    ),
+    "a misspelt prefix of an environment": (
+        VALIDATE,
+        task(environment="agnt:rewards.py:run"),
+        ["tasks.copy.environment", "unknown prefix 'agnt'", "did you mean 'agent'"],
     ),
     "a reward that is no Python": (
         TRAIN,
@@ -325,7 +358,7 @@ MISTAKES = {
     "a model that is not there": (
         [*TRAIN, "model.name_or_path=no/such"],
         task(),
-        ["'no/such'", "Check the path"],
+        ["'no/such'", "a path from the working directory '", "Check the path"],
     ),
     "a model without tokenizer": (
         [*TRAIN, "model.name_or_path=bare"],
@@ -341,6 +374,16 @@ MISTAKES = {
         [*TRAIN, "model.lora.rank=2", "model.lora.target_modules=foo"],
         task(),
         ["model.lora.target_modules='foo'", "give all-linear or some of down_proj"],
+    ),
+    "responses longer than the context": (
+        [*TRAIN, "rollout.max_new_tokens=512"],
+        task(),
+        ["tasks.copy", "leaves no room for a prompt", "lower rollout.max_new_tokens"],
+    ),
+    "a task's responses longer than the context": (
+        TRAIN,
+        task(sampling={"max_new_tokens": 512}),
+        ["tasks.copy", "leaves no room for a prompt", "lower sampling.max_new_tokens of the task"],
     ),
     # the output
     "a file as output": (

@@ -264,6 +264,7 @@ def test_a_test_split_that_only_reports_is_told(here: Path, capsys: pytest.Captu
         ("worlds.py:Box", None),
         ("worlds.py:Locked", "worlds.py:Locked' fails on the first row (infra: "),
         ("worlds.py:Jammed", "worlds.py:Jammed' fails on the answer '1' to the first row (infra: "),
+        ("worlds.py:Wordy", "worlds.py:Wordy' fails at the end (infra: "),
         ("gone.py:Box", "gone.py"),
     ],
 )
@@ -279,6 +280,8 @@ def test_validate_plays_a_turn_of_a_world_on_the_first_row(
         "    def reset(self, row):\n        raise OSError('locked')\n"
         "class Jammed(Box):\n"
         "    def step(self, message):\n        raise OSError('jammed by ' + message['content'])\n"
+        "class Wordy(Box):\n"
+        "    def get_reward(self):\n        return 'good'\n"
     )
     (here / "game.yaml").write_text(
         f"tasks: {{game: {{type: grpo, dataset: math.jsonl, environment: '{environment}', max_turns: 2}}}}"
@@ -288,6 +291,20 @@ def test_validate_plays_a_turn_of_a_world_on_the_first_row(
         said = capsys.readouterr().err
         assert told in said
         assert "tasks.game.environment" in said
+
+
+def test_validate_warns_of_a_teacher_that_this_machine_lacks(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "taught.yaml").write_text(
+        "tasks: {math: {type: distill, dataset: math.jsonl, teacher: runs/gone}}"
+    )
+    assert main(["tasks", "validate", "taught.yaml"]) == 0
+    said = "tasks.math.teacher: 'runs/gone' is neither a directory on this machine nor in the cache"
+    assert said in capsys.readouterr().out
+    (here / "runs" / "gone").mkdir(parents=True)
+    assert main(["tasks", "validate", "taught.yaml"]) == 0
+    assert "teacher" not in capsys.readouterr().out
 
 
 def test_the_pages_and_the_help_name_the_kind_of_a_new_plugin(capsys: pytest.CaptureFixture[str]) -> None:

@@ -378,6 +378,12 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
         main_compare([str(run), name, "--tracking-uri", tracker.uri])
     with pytest.raises(ConfigError, match="no run"):
         main_report(["mlflow:" + "0" * 32, "--tracking-uri", tracker.uri])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MLFLOW_TRACKING_URI", tracker.uri)
+        with pytest.raises(
+            ConfigError, match=r"no run.*; name its store with --tracking-uri sqlite:///runs/"
+        ):
+            main_report(["mlflow:" + "0" * 32])
 
 
 def test_a_row_without_interval_or_verdict_says_why(

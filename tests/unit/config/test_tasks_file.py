@@ -12,7 +12,7 @@ from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.records import SamplingParams
 
 REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
@@ -99,6 +99,49 @@ def test_a_file_of_rewards_is_looked_for_beside_the_tasks_file(tmp_path: Path, p
     (tmp_path / "beside.py").write_text("def f(solution_str): ...\n")
     task = load_tasks(write(tmp_path, f"tasks: {{m: {{rewards: ['{prefix}beside.py:f']}}}}"))["m"]
     assert task.rewards[0].plugin == f"{prefix}{tmp_path.resolve() / 'beside.py'}:f"
+
+
+def test_a_module_of_the_working_directory_has_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a console script does not have the working directory."""
+    (tmp_path / "rewards_of_mine.py").write_text("def f(response): ...\n")
+    monkeypatch.chdir(tmp_path)
+    tasks = load_tasks(write(tmp_path, "tasks: {m: {rewards: ['rewards_of_mine:f']}}"))
+    validate_tasks(tasks, need_data=False)
+
+
+def test_a_file_of_an_algorithm_or_a_task_is_looked_for_beside_the_tasks_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(
+        dedent(
+            """
+            from multitask_rl.algorithms.grpo import GRPO as Mine
+
+
+            class Sums:
+                def settings(self):
+                    return {"rewards": ["exact_match"]}
+
+                def rows(self, split):
+                    return [{"prompt": "1+1=", "reference": "2"}] * 3 if split == "train" else []
+            """
+        )
+    )
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    given = "{type: own.py:Mine, dataset: 'plugin:own.py:Sums', eval_dataset: 'plugin:own.py:Sums'}"
+    task = load_tasks(write(tmp_path, f"tasks: {{sums: {given}}}"))["sums"]
+    own = tmp_path.resolve() / "own.py"
+    assert (task.type, task.dataset) == (f"{own}:Mine", f"plugin:{own}:Sums")
+    assert task.eval_dataset == task.dataset
+
+
+def test_a_task_plugin_of_no_file_is_told_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path, "tasks:\n  sums: {dataset: 'plugin:gone.py:Sums'}\n")
+    with pytest.raises(PluginError, match=r"tasks\.yaml:2: tasks\.sums\.dataset: the plugin file .*gone"):
+        load_tasks(path)
 
 
 def test_list_form_and_mapping_form_give_the_same_tasks() -> None:

@@ -155,6 +155,63 @@ def test_the_environment_of_a_foreign_tasks_file_is_code(
         refuse_code_in(file)
 
 
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"type": "THEIRS/code.py:Own"}, "type"),
+        ({"dataset": "plugin:THEIRS/code.py:Rows"}, "dataset"),
+        ({"dataset": "plugin:code.py:Rows"}, "dataset"),
+        ({"eval_dataset": "plugin:THEIRS/code.py:Rows"}, "eval_dataset"),
+    ],
+)
+def test_a_foreign_tasks_file_runs_no_algorithm_and_no_task_plugin_of_a_file(
+    mine: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, str], named: str
+) -> None:
+    theirs = mine.parent / "theirs"
+    spec = {"dataset": "rows.jsonl", "rewards": ["math_answer"]}
+    spec |= {key: value.replace("THEIRS", str(theirs)) for key, value in keys.items()}
+    (theirs / "tasks.yaml").write_text(json.dumps({"tasks": {"math": spec}}))
+    assert main(["tasks", "validate", "../theirs/tasks.yaml"]) == 2
+    assert f"tasks.math.{named} names code to run" in capsys.readouterr().err
+    assert not (theirs / "ran").exists()
+
+
+@pytest.mark.parametrize("command", [["tasks", "show"], ["rescore", "../theirs/run", "--tasks"]])
+def test_commands_that_only_read_a_foreign_tasks_file_run_no_task_plugin_of_a_file(
+    mine: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    theirs = mine.parent / "theirs"
+    (theirs / "run" / "rollouts.jsonl").touch()
+    spec = {"dataset": f"plugin:{theirs}/code.py:Rows", "rewards": ["math_answer"]}
+    (theirs / "tasks.yaml").write_text(json.dumps({"tasks": {"math": spec}}))
+    assert main([*command, "../theirs/tasks.yaml"]) == 2
+    assert "tasks.math.dataset names code to run" in capsys.readouterr().err
+    assert not (theirs / "ran").exists()
+
+
+def test_a_foreign_tasks_file_is_shown_although_it_names_a_reward_of_a_file(mine: Path) -> None:
+    assert main(["tasks", "show", "../theirs/tasks.yaml"]) == 0
+    assert not (mine.parent / "theirs" / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"rollout": {"engine": "CODE:Engine"}},
+        {"scheduler": {"policy": "CODE:Policy"}},
+        {"guard": {"plugin": "CODE:Own"}},
+        {"training": {"backend": "CODE:Own"}},
+        {"tracking": {"trackers": ["jsonl", "CODE:Own"]}},
+    ],
+)
+def test_a_foreign_record_runs_no_plugin_of_a_file(mine: Path, section: dict[str, Any]) -> None:
+    run = mine.parent / "theirs" / "run"
+    place = str(mine.parent / "theirs" / "code.py")
+    record(run, "math_answer", **json.loads(json.dumps(section).replace("CODE", place)))
+    with pytest.raises(ConfigError, match=f"{next(iter(section))}.*names code to run.*--trust"):
+        compose_and_run([f"output_dir={run}"], "eval", lambda config: None)
+
+
 def test_a_foreign_record_does_not_run_the_code_of_its_model(mine: Path) -> None:
     run = mine.parent / "theirs" / "run"
     record(run, "math_answer", model={"trust_remote_code": True})

@@ -854,3 +854,31 @@ def test_a_long_text_that_a_column_repeats_is_written_out_for_few_rows_at_a_time
     assert sum(len(row["prompt"]) for row in rows) == 400 * len(text)
     assert tracemalloc.get_traced_memory()[1] < 40 << 20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return ['a', 'b']", "row 'a'"),
+        ("yield {'prompt': 'a'}", "returned a generator"),
+    ],
+)
+def test_rows_of_a_task_plugin_that_are_no_list_of_mappings_are_told(
+    tmp_path: Path, body: str, said: str
+) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "class Own:\n    def settings(self): return {'rewards': ['exact_match']}\n"
+        f"    def rows(self, split):\n        {body}\n"
+    )
+    spec = parse_tasks({"tasks": {"mine": {"dataset": f"plugin:{file}:Own"}}}, "the test")["mine"]
+    with pytest.raises(DataError, match=r"tasks\.mine\.dataset: .*own\.py:Own.*a list of mappings") as caught:
+        load_rows(spec, "train")
+    assert said in str(caught.value)
+
+
+def test_data_that_a_task_plugin_cannot_load_are_told_with_the_task(tmp_path: Path) -> None:
+    given = {"dataset": "plugin:gsm8k", "dataset_config": {"source": str(tmp_path / "gone.jsonl")}}
+    spec = parse_tasks({"tasks": {"mine": given}}, "the test")["mine"]
+    with pytest.raises(DataError, match=r"tasks\.mine\.dataset: .*gone"):
+        load_rows(spec, "train")

@@ -128,7 +128,7 @@ def test_worlds_that_wait_wait_together(make):
 @pytest.mark.parametrize(
     ("text", "kind", "says"),
     [
-        ("raise", FailureKind.infra, "tasks.a.environment: ValueError: broken"),
+        ("raise", FailureKind.infra, "tasks.a.environment: ValueError: broken (worlds.py:30)"),
         ("die", FailureKind.infra, "ended with code 3"),
     ],
 )

@@ -246,3 +246,12 @@ def test_the_suite_checks_explanations() -> None:
 
     with pytest.raises(AssertionError, match="does not declare isolate=False"):
         assert_constraint_contract(Isolated(), row={})
+
+
+def test_a_report_names_the_columns_that_a_function_reads_and_checks_that_were_not_tried(tmp_path):
+    plugin = write(
+        tmp_path, "def f(response, reference, level=1):\n    return float(response == reference)\n"
+    )
+    told = check_plugin(plugin).text()
+    assert "not deterministic, reads reference, 30 s" in told.splitlines()[0]
+    assert "does not depend on its batch: not tried, it does not declare deterministic" in told
