@@ -57,7 +57,7 @@ def attend_float32(
 
     ``query`` is [B, H, T, D], ``key`` and ``value`` are [B, K, S, D].
     """
-    if _can_multiply(module, query, key, attention_mask, kwargs):
+    if _can_multiply(query, key, attention_mask, kwargs):
         return _multiply_rows(query, key, value, attention_mask, kwargs.get("scaling")), None
     if not _is_float32(query.device, key.shape[-2]):
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
@@ -69,20 +69,18 @@ def attend_float32(
         return _sdpa(module, query.float(), key.float(), value.float(), **given)
 
 
-def _can_multiply(
-    module: Any, query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]
-) -> bool:
-    """Whether ``_multiply`` computes this attention, and faster than the kernel of torch, which uses MKL."""
+def _can_multiply(query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
+    """Whether ``_multiply`` computes this attention, and faster than the kernel of torch, which uses MKL.
+
+    Modules of causal models come here: without a mask they are causal.
+    """
     keys = key.shape[2]
     if not products.with_onednn or query.device.type != "cpu" or keys > LONGEST:
         return False
     if score_dtype(query, keys) != torch.float32:
         return False
-    if mask is None:
-        chosen = options.get("is_causal")
-        is_causal = getattr(module, "is_causal", True) if chosen is None else chosen
-        if not is_causal or query.shape[2] != keys:
-            return False
+    if mask is None and (options.get("is_causal") is False or query.shape[2] != keys):
+        return False
     return not strange_options({name: one for name, one in options.items() if name != "scaling"})
 
 
