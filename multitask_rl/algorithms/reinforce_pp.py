@@ -21,7 +21,7 @@ class ReinforcePP(GRPO):
     ``K_t = sum over t' >= t of log(old / reference)`` is the KL still to come. Whitening runs over the
     tokens of *this task* only: over a mixed batch, the task with the widest rewards would set the scale of
     all. Tokens that a grammar forced are left out. A mean over tokens is not 0 where lengths differ: a group
-    of equal rewards, whose centred rewards are 0, then has the advantage ``-mean / std``, as in OpenRLHF.
+    of equal rewards, whose centred rewards are 0, then has the advantage ``-mean / std``.
 
     Deviation: the paper whitens reward and KL together; here KL is subtracted after whitening, for the
     reasons given at ``GRPO``, so beta is in units of the whitened reward.
