@@ -67,7 +67,7 @@ class DeficitLearnability(SchedulerPolicy):
         headroom, error = trace.headroom
         enough = config.enough_headroom * deficit * informative
         if headroom < enough:
-            factor, factor_error = factor * headroom / enough, factor * error / enough
+            factor, factor_error = factor * headroom / enough, min(0.5, factor * error / enough)
         factor = max(factor, math.sqrt(config.min_informative / config.enough_informative))
         return deficit * factor, math.hypot(factor * trace.level_error, deficit * factor_error)
 

@@ -272,7 +272,7 @@ class Scheduler:
                 part = trace.above.value / (high - low) / rate / deficit
                 if part < 0.25:
                     doubt = trace.above.error(high - low) / (high - low) / rate / deficit
-                    learnable, error = learnable * part / 0.25, learnable * doubt / 0.25
+                    learnable, error = learnable * part / 0.25, min(0.5, learnable * doubt / 0.25)
             learnable = max(learnable, math.sqrt(0.02 / 0.25))
             scores[name] = deficit * learnable
             errors[name] = math.hypot(learnable * self.level_error(name), deficit * error)

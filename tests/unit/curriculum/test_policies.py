@@ -364,6 +364,23 @@ def test_deficit_learnability_holds_back_a_task_whose_groups_differ_in_form_alon
     assert weights["d"] < weights["a"]
 
 
+def test_the_last_bit_of_a_level_at_its_target_moves_no_share() -> None:
+    """A task whose rewards never differ has no headroom; its score is known to half of its deficit."""
+    shares = []
+    for target in (0.5, 0.5 + 1e-15):
+        policy = _build(DeficitLearnability, "abc", {"a": target})
+        for step in range(3):
+            seen = {
+                "a": replace(_stats("a", 0.5, informative=0.0, num_prompts=40), headroom=0.0),
+                "b": replace(_stats("b", 0.3, num_prompts=40, std=0.4), headroom=0.4),
+                "c": replace(_stats("c", 0.9, num_prompts=40, std=0.4), headroom=0.3),
+            }
+            policy.update(seen, step)
+        shares.append(policy.weights())
+    assert shares[0]["b"] > 0.5
+    assert shares[1] == pytest.approx(shares[0], abs=1e-6)
+
+
 def test_the_score_of_a_task_is_made_anew_after_steps_evaluations_and_a_resume() -> None:
     policy, other = (_build(DeficitLearnability, "ab") for _ in range(2))
     for step in range(4):
