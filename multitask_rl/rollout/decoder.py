@@ -31,7 +31,7 @@ MASK_CELLS = 2**25
 """Queries times keys of a forward after the first, whose mask is a tensor: 128 MiB in float32."""
 BUCKET_SLACK = 16
 """Tokens by which even the shortest prompt of a bucket may be padded."""
-SMALLEST_STEP = 16
+SMALLEST_STEP = 8
 """Least difference between the sizes that batches are filled up to."""
 
 
@@ -235,7 +235,7 @@ def round_rows(rows: int) -> int:
     """Return the size that a batch of ``rows`` rows is filled up to; above 256 it is at most 1/16 larger."""
     if rows <= SMALLEST_STEP:
         return 1 << (rows - 1).bit_length()
-    step = max(SMALLEST_STEP, 1 << (rows.bit_length() - 5))
+    step = max(SMALLEST_STEP, (1 << rows.bit_length()) // 32)
     return -(-rows // step) * step
 
 

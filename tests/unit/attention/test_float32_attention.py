@@ -113,9 +113,9 @@ def test_a_model_takes_it_in_place_of_sdpa_only_and_its_files_do_not_name_it(tmp
 
 def test_a_batch_is_filled_up_to_one_of_few_sizes():
     assert [round_rows(n) for n in (1, 2, 3, 9, 16, 17, 33, 256, 257, 600)] == [
-        *(1, 2, 4, 16, 16, 32, 48, 256, 272, 608),
+        *(1, 2, 4, 16, 16, 24, 40, 256, 272, 608),
     ]
-    assert len({round_rows(n) for n in range(1, 513)}) == 5 + 512 // 16 - 1
+    assert len({round_rows(n) for n in range(1, 513)}) == 4 + (256 // 8 - 1) + 256 // 16
     assert all(n <= round_rows(n) for n in range(1, 5000))
 
 
@@ -136,7 +136,7 @@ def test_rows_that_fill_a_batch_change_nothing_and_are_not_seen():
             assert len(decoder.logits) == len(rows)
             if step == 0:
                 rows = rows[decoder.keep(torch.arange(2, len(rows)))]
-    assert sizes == [32, 32, 32]
+    assert sizes == [24, 24, 24]
     whole = torch.cat([torch.tensor(prompts[-1]), answers[:, -1]]).unsqueeze(0)
     with torch.no_grad():
         expected = model(whole).logits[0, -1]
