@@ -2,6 +2,9 @@
 
 The products of attention are many and small, oneDNN compiles a bfloat16 product for each length, and rotated
 keys are float32 anyway. Projections stay in bfloat16.
+
+Where oneDNN multiplies float32 (``products.py``), short attention is made of plain products, without autocast
+too: the kernel of torch multiplies with MKL.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def attend_float32(
 
 
 def _can_multiply(query: Tensor, key: Tensor, mask: Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether ``_multiply`` computes this attention, and faster than the kernel of torch, which uses MKL.
+    """Whether ``_multiply`` computes this attention as the kernel of torch does, and faster.
 
     Modules of causal models come here: without a mask they are causal.
     """

@@ -109,6 +109,10 @@ def test_a_module_of_the_working_directory_has_rewards(
     monkeypatch.chdir(tmp_path)
     tasks = load_tasks(write(tmp_path, "tasks: {m: {rewards: ['rewards_of_mine:f']}}"))
     validate_tasks(tasks, need_data=False)
+    assert tasks["m"].rewards[0].plugin == "rewards_of_mine:f"
+    (tmp_path / "rewards_of_mine.py").unlink()
+    with pytest.raises(ConfigError, match="no module 'rewards_of_mine'"):
+        validate_tasks(tasks, need_data=False)
 
 
 def test_a_file_of_an_algorithm_or_a_task_is_looked_for_beside_the_tasks_file(
