@@ -135,6 +135,8 @@ class SharedPromptLayer(DynamicLayer):  # type: ignore[misc]
         """
         if self.own is None or self.length == self.own[0].shape[2] - 1:
             places = self.length + 1 + max(MOST_EMPTY, self.length // MOST_EMPTY_SHARE)
+            if products.with_onednn:
+                places -= places % MOST_EMPTY  # it multiplies numbers of keys like 64 faster than 65
             shape = (self.rows, key_states.shape[1], places, key_states.shape[-1])
             new = key_states.new_empty(shape, dtype=self.dtype)
             columns = new.view(*shape[:2], shape[3], places).mT if _are_columns(new) else new

@@ -141,7 +141,8 @@ def sample_tokens(
         probabilities = logits.softmax(dim=-1)
         tokens = logits.argmax(dim=-1)
         return tokens, probabilities.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
-    logits = logits / temperature if logits is given else logits.div_(temperature)
+    if temperature != 1:
+        logits = logits / temperature if logits is given else logits.div_(temperature)
     probabilities = keep_top(logits, top_k, top_p).softmax(dim=-1)
     tokens = invert(probabilities, uniforms)
     chosen = probabilities.gather(-1, tokens)
