@@ -241,15 +241,19 @@ def fetch_run(uri: str, run_id: str, directory: Path) -> None:
         MissingExtraError: MLflow is not installed.
         ConfigError: there is no such run.
     """
-    client = _client(uri)
-    from mlflow.exceptions import MlflowException
+    _require_mlflow()
+    import mlflow
 
+    hint = "" if uri else "; name its store with --tracking-uri sqlite:///runs/mlflow.db or an address"
+    store = uri or mlflow.get_tracking_uri()
+    database = Path(store.removeprefix("sqlite:///"))
+    if store.startswith("sqlite:///") and not database.is_file():  # MLflow would make an empty one
+        raise ConfigError(f"MLflow run {run_id!r}: there is no database {database}{hint}")
+    client = _client(uri)
     try:
         run = client.get_run(run_id)
-    except MlflowException as error:
-        place = redact_text(uri) or "its default URI"
-        hint = "" if uri else "; name its store with --tracking-uri sqlite:///runs/mlflow.db or an address"
-        raise ConfigError(f"MLflow at {place} has no run {run_id!r}: {error}{hint}") from error
+    except mlflow.MlflowException as error:
+        raise ConfigError(f"MLflow at {redact_text(store)} has no run {run_id!r}: {error}{hint}") from error
     present = {entry.path for entry in client.list_artifacts(run_id)}
     for name in ("events.jsonl", *_KEPT_FILES):
         if name in present:

@@ -384,6 +384,14 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
             ConfigError, match=r"no run.*; name its store with --tracking-uri sqlite:///runs/"
         ):
             main_report(["mlflow:" + "0" * 32])
+        patch.delenv("MLFLOW_TRACKING_URI")
+        (tmp_path / "elsewhere").mkdir()
+        patch.chdir(tmp_path / "elsewhere")
+        with pytest.raises(ConfigError, match=r"no database .*mlflow\.db; name its store with --tracking-uri"):
+            main_report([name])
+        with pytest.raises(ConfigError, match=r"there is no database other\.db"):
+            main_report([name, "--tracking-uri", "sqlite:///other.db"])
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_row_without_interval_or_verdict_says_why(
