@@ -15,6 +15,9 @@ from torch import Tensor
 from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
+ROUNDING = 1e-7
+"""A difference of rewards up to this share of the largest is rounding: credit has them in float32."""
+
 
 def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
     """Return each sample's group number [B] in 0 .. M - 1 and the group sizes [M]."""
@@ -27,7 +30,7 @@ def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def centre(
     values: Tensor, groups: Tensor, *, lengths: Tensor | None = None, leave_one_out: bool = False
 ) -> Tensor:
-    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783).
+    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783); 0 in a group without variance.
 
     ``leave_one_out``: ``r - mean of the others in its group = G / (G - 1) (r - mean)`` (RLOO,
     arXiv:2402.14740). That baseline is independent of the sample, so it adds no bias.
@@ -41,8 +44,11 @@ def centre(
     index, sizes = _index(values, groups)
     wide = values.double()
     # relative to the group's smallest: equal values are exact zeros, a large common shift costs no digits
-    lowest = wide.new_zeros(len(sizes)).scatter_reduce(0, index, wide, "amin", include_self=False)
-    wide = wide - lowest[index]
+    zeros = wide.new_zeros(len(sizes))
+    lowest = zeros.scatter_reduce(0, index, wide, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, index, wide, "amax", include_self=False)
+    is_equal = highest - lowest <= ROUNDING * torch.maximum(highest, -lowest)
+    wide = torch.where(is_equal[index], 0.0, wide - lowest[index])
     weight = torch.ones_like(wide) if lengths is None else lengths.double()
     total = segment_sum(weight, index, len(sizes))
     baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
@@ -131,7 +137,7 @@ def subtract_costs(
 def has_variance(rewards: Sequence[float]) -> bool:
     """Whether the rewards of a group differ: only then is there a group-relative gradient.
 
-    A relative difference below 1e-7 is rounding: credit has rewards in float32.
+    A relative difference up to ``ROUNDING`` is none.
     """
     values = [float(r) for r in rewards]
-    return len(values) > 1 and max(values) - min(values) > 1e-7 * max(map(abs, values))
+    return len(values) > 1 and max(values) - min(values) > ROUNDING * max(map(abs, values))

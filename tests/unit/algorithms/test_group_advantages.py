@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -131,6 +132,20 @@ def test_equal_rewards_are_exactly_zero_whatever_their_value():
     assert (group.centre(rewards, groups, lengths=torch.arange(1, 8)) == 0).all()
     assert (group.whiten(rewards) == 0).all()
     assert group.mean_square_deviation(group.centre(rewards, groups), groups) == 0.0
+
+
+def test_rewards_that_differ_by_rounding_alone_have_no_advantage_and_no_part_in_the_scale():
+    """Float32 sums of the same components in another order: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1."""
+    rewards = torch.tensor([0.6, 0.6, 0.6 + 6e-8, 0.6, 0.0, 1.0], dtype=torch.float32)
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+    assert rewards[2] != rewards[0]
+    for options in ({}, {"leave_one_out": True}, {"lengths": torch.arange(1, 7)}):
+        assert group.centre(rewards, groups, **options)[:4].tolist() == [0.0] * 4
+    deviations = group.centre(rewards, groups)
+    assert group.mean_square_deviation(deviations, groups) == pytest.approx(0.5)
+    assert group.divide_by_group_std(deviations, groups)[:4].tolist() == [0.0] * 4
+    assert group.centre(-rewards, groups)[:4].tolist() == [0.0] * 4
+    assert group.centre(torch.tensor([math.nan, 1.0]), groups[:2]).isnan().all()
 
 
 def test_length_weighted_baseline_of_empty_responses_is_zero():
