@@ -188,11 +188,10 @@ class TaskState:
 
     def take_warnings(self, step: int) -> list[Event]:
         """Return ``warnings`` as events of ``step``, once."""
-        told = [
-            Event(step=step, source="rewards", kind="warn", reason=warning, task=self.spec.name)
-            for warning in self.warnings
-        ]
-        self.warnings.clear()
+        told = []
+        while self.warnings:  # a thread that samples the next batch may add one meanwhile
+            reason = self.warnings.pop(0)
+            told.append(Event(step=step, source="rewards", kind="warn", reason=reason, task=self.spec.name))
         return told
 
     def control(self, stats: TaskStats, step: int) -> list[Event]:

@@ -387,7 +387,7 @@ def test_a_run_is_read_from_mlflow_as_from_its_directory(
         patch.delenv("MLFLOW_TRACKING_URI")
         (tmp_path / "elsewhere").mkdir()
         patch.chdir(tmp_path / "elsewhere")
-        with pytest.raises(ConfigError, match=r"no database .*mlflow\.db; name its store with --tracking-uri"):
+        with pytest.raises(ConfigError, match=r"no database .*mlflow\.db; name its store with --tracking"):
             main_report([name])
         with pytest.raises(ConfigError, match=r"there is no database other\.db"):
             main_report([name, "--tracking-uri", "sqlite:///other.db"])
