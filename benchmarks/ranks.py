@@ -7,7 +7,8 @@
 in one run: one process with one thread, one process with as many threads as ranks, the ranks with one thread
 each. Memory is what a process has more than before the update, at its highest, from ``/proc`` (Linux).
 *Weights*: a larger actor and few samples, every rank with a copy of the weights, a part (sharded) or a part
-of every layer (tensor). Memory is what the last rank takes for it, less what one with a tiny actor takes.
+of every layer (tensor). Memory is what the last rank takes for it, less what one with a tiny actor takes;
+``start_mib`` is the most that it took before the first update.
 *Trainer*: the same for rank 0 of sharded ranks: what this process has more than before it loaded the actor,
 after updates, and at most while it reads all weights one by one, as an engine does.
 """
@@ -127,12 +128,13 @@ def compare_weights(folder: str, samples: list[CreditedSample], args: argparse.N
     if is_installed("deepspeed"):
         sides |= {"zero2": {"stage": 2}, "zero3": {"stage": 3}}
     make_actor(Path(folder) / "tiny", "tiny", 0)
-    empty = weigh(f"{folder}/tiny", samples[:1], args)["at_rest_mib"]
+    empty = weigh(f"{folder}/tiny", samples[:1], args)
     make_actor(Path(folder) / "larger", args.larger, 0)
     figures = {name: weigh(f"{folder}/larger", samples, args, **options) for name, options in sides.items()}
     for figure in figures.values():
+        figure["start_mib"] -= empty["start_mib"]
         for key in ("at_rest_mib", "highest_mib"):
-            figure[key] -= empty
+            figure[key] -= empty["at_rest_mib"]
     ratios = {
         f"copies/{side}": {key: figures["copies"][key] / value for key, value in figures[side].items()}
         for side in list(sides)[1:]
@@ -143,9 +145,10 @@ def compare_weights(folder: str, samples: list[CreditedSample], args: argparse.N
 def weigh(
     folder: str, samples: list[CreditedSample], args: argparse.Namespace, **options: Any
 ) -> dict[str, float]:
-    """Return seconds of an update, and MiB of the last rank after it and at its highest."""
+    """Return seconds of an update, and MiB of the last rank after it, at its highest and at the start."""
     learner, processes = build(folder, args.ranks, 1, **options)
     rank, figures = processes[-1], []
+    start = peak(rank)
     torch.set_num_threads(1)
     try:
         for turn in range(args.rounds // 2 + 2):
@@ -158,7 +161,7 @@ def weigh(
         learner.backend.close()
     # the first update makes the optimizer's state
     middle = [statistics.median(column) for column in zip(*figures[1:], strict=True)]
-    return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True))
+    return dict(zip(("seconds", "at_rest_mib", "highest_mib"), middle, strict=True)) | {"start_mib": start}
 
 
 def weigh_trainer(folder: str, samples: list[CreditedSample], args: argparse.Namespace) -> dict[str, float]:

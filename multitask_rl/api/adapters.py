@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.config.devices import resolve_devices
+from multitask_rl.config.devices import parse_devices, resolve_devices
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -57,7 +57,8 @@ def get_actor_critic(
     except TypeError as error:
         raise ConfigError(f"get_actor_critic: {error}; allowed keys are those of ModelConfig") from error
     if isinstance(model_name, str):
-        actor = load_actor(config, devices.get("actor", ""), seed, tokenizer)
+        on_host = "actor" in devices and parse_devices((device_map or {})["actor"]).begins_on_host
+        actor = load_actor(config, devices.get("actor", ""), seed, tokenizer, on_host=on_host)
     else:
         actor = make_actor(model_name, tokenizer, config, seed)
         actor.model.to(devices.get("actor", actor.device))

@@ -50,6 +50,11 @@ class DeviceSet:
             return ["cpu"] * max(1, len(self.indices))
         return [f"{self.kind}:{i}" for i in self.indices] or [self.kind]
 
+    @property
+    def begins_on_host(self) -> bool:
+        """The whole actor is loaded into host memory, and each device gets its part from there."""
+        return self.is_sharded and self.kind == "cuda"
+
     def __str__(self) -> str:
         return f"{self.kind}:{','.join(map(str, self.indices))}" if self.indices else self.kind
 

@@ -95,6 +95,7 @@ class Actor:
         pad = tokenizer.pad_token_id
         self.pad_token_id = int(pad) if pad is not None else self.eos_token_ids[0]
         self._grammars: Grammars | None = None
+        self._target: torch.device | None = None
         self._own_rows = int(model.get_input_embeddings().weight.shape[0])
         """Rows of the vocabulary without control tokens."""
         if config.autocast:
@@ -114,11 +115,19 @@ class Actor:
             config = replace(config, rollout=replace(config.rollout, engine=self.engine, engine_config=keys))
         return replace(config, device_map=config.device_map or self.device_map)
 
+    def place(self, device: str, *, on_host: bool = False) -> None:
+        """Move the model to ``device`` or, with ``on_host``, to host memory: its parts will be on devices.
+
+        ``device`` is then where this process will compute.
+        """
+        self._target = torch.device(device) if on_host else None
+        self.model.to("cpu" if on_host else device)
+
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
+        """Device that the actor computes on; its weights are there, or wait in host memory (``place``)."""
         device: torch.device = next(self.model.parameters()).device
-        return device
+        return self._target if self._target is not None and device.type == "cpu" else device
 
     @property
     def max_length(self) -> int:
@@ -486,7 +495,12 @@ def warn_of_slow_bfloat16(setting: str, better: str, device: str) -> None:
 
 
 def load_actor(
-    config: ModelConfig, device: str = "", seed: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
+    config: ModelConfig,
+    device: str = "",
+    seed: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    on_host: bool = False,
 ) -> Actor:
     """Load a causal language model of ``transformers``; of saved adapters, their base model with them merged.
 
@@ -495,6 +509,7 @@ def load_actor(
         device: where the weights are; empty = cuda if there is one, else cpu.
         seed: initialises new adapters.
         tokenizer: replaces the model's own.
+        on_host: the weights stay in host memory, see ``Actor.place``.
 
     Raises:
         ConfigError: it is no causal language model with a tokenizer, or does not support the attention.
@@ -576,7 +591,10 @@ def load_actor(
             f"be had from the Hugging Face hub: {first.rstrip('.')}. Check the path, or download the model "
             "first."
         ) from error
-    return _prepare(model.to(device), tokenizer, config, seed)
+    actor = _prepare(model if on_host else model.to(device), tokenizer, config, seed)
+    if on_host:
+        actor.place(device, on_host=True)
+    return actor
 
 
 def make_actor(

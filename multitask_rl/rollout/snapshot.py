@@ -60,6 +60,7 @@ def build_engine(
     double = copy.copy(actor)
     # autocast keeps its casts of weights with requires_grad only; others it casts again for every token
     double.model = copy.deepcopy(actor.model).requires_grad_(True).eval()
+    double.place(str(actor.device))
     if kind == "bfloat16":
         setting = "rollout.engine_config.weights"
         warn_of_slow_bfloat16(f"{setting}=bfloat16", f"{setting}=actor", str(actor.model.device))

@@ -26,7 +26,7 @@ from multitask_rl.boundary.interrupts import (
     stopping_on_signals,
 )
 from multitask_rl.boundary.printable import redact_text
-from multitask_rl.config.devices import torchrun_size
+from multitask_rl.config.devices import actor_devices, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -159,9 +159,10 @@ class Trainer:
             if actor is None:
                 logger.info("loading the actor from %s", config.model.name_or_path)
             wanted = plan.devices.get("actor", "")
-            if actor is not None and wanted and actor.device != torch.device(wanted):
-                actor.model.to(wanted)
-            self.actor = actor or load_actor(config.model, wanted, config.seed, tokenizer)
+            on_host = actor_devices(config).begins_on_host and plan.num_parts > 1
+            if actor is not None and wanted:
+                actor.place(wanted, on_host=on_host)
+            self.actor = actor or load_actor(config.model, wanted, config.seed, tokenizer, on_host=on_host)
             device = plan.devices.get("critic", str(self.actor.device))
             self.critic = critic or Critic(config.critic.trunk, device, config.critic)
             self.tasks = build_task_states(plan.specs, plan.algorithms, plan.rows, config, self.actor)

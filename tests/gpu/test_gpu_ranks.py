@@ -38,14 +38,16 @@ def test_one_rank_over_nccl_sums_sends_and_gathers(ranks):
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="sharding needs torch 2.13")
-def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks):
+@pytest.mark.parametrize("begins_on", ["cuda:0", "cpu"])
+def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks, begins_on):
     ids = torch.tensor([[3, 5, 7, 9]], device=ranks.device)
     model = build_model().to(ranks.device)
     model(input_ids=ids).logits.sum().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    shard_model(model, ranks)
+    shard_model(model.to(begins_on), ranks)
+    assert {t.device for t in (*model.parameters(), *model.buffers())} == {ranks.device}
     shards = Shards(model, ranks)
     assert all(torch.equal(shards.gather(n), whole[name]) for n, name in enumerate(shards.names))
     for _ in range(2):

@@ -169,6 +169,7 @@ class ZeroShards(Shards):
     """This rank's part of the actor, as DeepSpeed keeps it. A parameter is named by its number."""
 
     settings = _WHERE
+    begins_empty = False
 
     @classmethod
     def cut_models(

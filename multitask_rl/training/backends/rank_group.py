@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from multitask_rl.attention.interface import use_attention
 from multitask_rl.boundary.interrupts import check_interrupt, finishing
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
@@ -110,6 +111,9 @@ class RankGroup(TrainingBackend):
         self._version, self._number_in_step = -1, 0
         self._known = [-1] * len(self._tensors)
         """Version of each tensor that the other ranks have."""
+        absent = self._cut_tensors() if sharded and shards.begins_empty else []
+        for number in absent:
+            self._known[number] = self._tensors[number]._version
         self._places: dict[int, int] = {}
         """Number of a tensor -> number of the sharded parameter that it is."""
         self._is_busy = False
@@ -136,6 +140,7 @@ class RankGroup(TrainingBackend):
                 devices=[(str(runner.actor.device), str(runner.critic.device)), *devices[1:]],
                 num_threads=num_threads or torch.get_num_threads(),
                 frozen=frozen,
+                absent=frozenset(absent),
                 shards=shards,
             )
             for rank in self._others:
@@ -152,7 +157,13 @@ class RankGroup(TrainingBackend):
             self._wholes = self._rank.state.parameters
             self._synchronise()
             if sharded or context > 1:
-                expected = probe(runner.actor.model, Passes())
+                # the kernels of a GPU do not run on weights in host memory
+                is_elsewhere = runner.actor.device != next(runner.actor.model.parameters()).device
+                attention = runner.actor.model.config._attn_implementation
+                is_of_gpu = is_elsewhere and attention.startswith("fl")  # flash_..., flex_attention
+                plain = use_attention([runner.actor.model], "sdpa")
+                with plain if is_of_gpu else contextlib.nullcontext():
+                    expected = probe(runner.actor.model, Passes())
                 if sharded:
                     self._shard()
                 self._call("probe", each=[(expected,), *[()] * len(self._others)])
@@ -160,11 +171,18 @@ class RankGroup(TrainingBackend):
             self.close()
             raise
 
+    def _cut_tensors(self) -> list[int]:
+        """Return the numbers of the tensors that are weights of the actor or of the reference."""
+        at = {t.data_ptr(): i for i, t in enumerate(self._tensors)}
+        models = [m for m in (self.runner.actor.model, self.runner.reference) if m is not None]
+        return [at[p.data_ptr()] for model in models for p in model.parameters()]
+
     def _shard(self) -> None:
         """Cut the models of all ranks. The actor keeps its adapters; its other weights are in the ranks."""
         runner = self.runner
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
+        ranks, home = self._rank.ranks, next(actor.model.parameters()).device
         at = {t.data_ptr(): i for i, t in enumerate(self._tensors)}
         self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
         gone = [at[p.data_ptr()] for p in (() if reference is None else reference.parameters())]
@@ -179,9 +197,11 @@ class RankGroup(TrainingBackend):
         for parameter in whole.values():
             gone.append(at[parameter.data_ptr()])
             self._places.pop(gone[-1])
-            nothing = torch.full((), math.nan, dtype=parameter.dtype, device=parameter.device)
+            nothing = torch.full((), math.nan, dtype=parameter.dtype, device=ranks.device)
             parameter.data = nothing.expand(parameter.shape)
-        self._emptied = whole
+        self._emptied, self._home = whole, home
+        for parameter in actor.model.parameters():
+            parameter.data = parameter.data.to(ranks.device)  # adapters
         self._call("shard", each=[(gone, *traits, double), *[others] * len(self._others)])
         self._remember()
         self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
@@ -475,7 +495,8 @@ class RankGroup(TrainingBackend):
                 with contextlib.suppress(MultitaskRLError, RuntimeError):
                     weights = self.stream()
                     for name, parameter in self._emptied.items():
-                        parameter.data = weights[name]
+                        parameter.data = weights[name].to(self._home)
+                    actor.model.to(self._home)
                     actor.parts = None
         finally:  # Ctrl-C does not wait for the weights
             self._connections.close()

@@ -62,6 +62,8 @@ class Setup:
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
     shards: type[Shards]
+    absent: frozenset[int] = frozenset()
+    """Numbers of the tensors of which the rank gets parts later; until then they have no memory."""
 
 
 def main() -> None:
@@ -294,7 +296,7 @@ class Replica(Rank):
         self._engine: RolloutEngine | None = None
         main, own = setup.devices[0], setup.devices[rank]
         places = {main[1]: own[1], main[0]: own[0]}
-        thawed, tensors = thaw(setup.frozen, places)
+        thawed, tensors = thaw(setup.frozen, places, setup.absent)
         actor, critic, reference, average, teachers, tasks, config = thawed
         for model in (actor.model, reference, critic.trunk, *teachers.values()):
             if model is not None:

@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from packaging.version import Version
@@ -40,14 +40,19 @@ def blocks(model: Any) -> list[nn.Module]:
 
 
 def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
-    """Cut each parameter of ``model`` to this rank's part, in place; return the cuts of ``tensor.py``."""
+    """Give each rank its part of the weights that ``model`` has in rank 0; return the cuts of ``tensor.py``.
+
+    The parts replace the weights in place. Rank 0 sends one block at a time and frees it, so that no other
+    rank and no device of a rank needs room for more than its parts and a block.
+    """
+    wholes = take_weights(model)
     spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for block in blocks(model):
+    for block in [*blocks(model), model]:
+        _bring_weights(model, block, wholes, spec, ranks)
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
@@ -66,6 +71,51 @@ def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
     model.one_pass = MethodType(one_pass, model)
     register_fsdp_forward_method(model, "one_pass")
     return spec
+
+
+def take_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights of ``model`` by name, tied ones once, and leave it parameters without memory."""
+    named = dict(model.named_parameters())
+    empty = {
+        p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+        for p in named.values()
+    }
+    _replace(model, empty)
+    return {name: p.detach() for name, p in named.items()}
+
+
+def _replace(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Put the values of ``parameters`` in the place of its keys, wherever ``model`` holds them."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in parameters:
+                module._parameters[name] = parameters[parameter]
+
+
+@torch.no_grad()
+def _bring_weights(
+    model: nn.Module, block: nn.Module, wholes: dict[str, Tensor], spec: ShardSpec, ranks: Ranks
+) -> None:
+    """Fill the parameters of ``block`` that have no memory with those in ``wholes`` of rank 0.
+
+    What is sent leaves ``wholes``. A parameter that ``spec`` cuts gets this peer's part.
+    """
+    names = {p: name for name, p in model.named_parameters()}
+    brought = {}
+    for parameter in block.parameters():
+        if parameter.is_meta:
+            name = names[parameter]
+            shape, dim, given = list(parameter.shape), spec.dims.get(name), wholes.pop(name)
+            if dim is not None:
+                shape[dim] *= ranks.tensor
+            own = torch.empty(shape, dtype=parameter.dtype, device=ranks.device)
+            if not ranks.rank:
+                own.copy_(given)
+            ranks.broadcast([own])
+            if dim is not None:
+                own = own.chunk(ranks.tensor, dim)[ranks.peer_index].clone()
+            brought[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+    _replace(model, brought)
 
 
 def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -108,6 +158,8 @@ class Shards:
 
     settings = ShardedPasses.settings
     """The setting that asks for these parts, for errors."""
+    begins_empty: ClassVar[bool] = True
+    """``cut_models`` needs whole weights in rank 0 only."""
 
     @classmethod
     def cut_models(
@@ -379,7 +431,7 @@ def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
                 outputs.append(out.logprobs.clone())
     except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
         raise ConfigError(f"{what} cannot be computed in parts: {error}; leave this setting out") from error
-    found = torch.cat(outputs)
+    found = torch.cat(outputs).cpu()
     gap = 0.0 if expected is None else float((found - expected).abs().max())
     if not gap <= trial_tolerance(model):
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -42,16 +42,16 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, places: Mapping[str, str]) -> None:
+    def __init__(self, file: io.BytesIO, places: Mapping[str, str], absent: Collection[int]) -> None:
         super().__init__(file)
-        self._places = places
+        self._places, self._absent = places, absent
         self.tensors: dict[int, Tensor] = {}
         self._parameters: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, found: Any) -> Any:
         number, shape, dtype, device, is_parameter, wants_gradient = found
         if number not in self.tensors:
-            place = self._places.get(device, device)
+            place = "meta" if number in self._absent else self._places.get(device, device)
             self.tensors[number] = torch.zeros(shape, dtype=dtype, device=place)
         if not is_parameter:
             return self.tensors[number]
@@ -76,13 +76,14 @@ def freeze(thing: Any) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def thaw(frozen: bytes, places: Mapping[str, str]) -> tuple[Any, list[Tensor]]:
+def thaw(frozen: bytes, places: Mapping[str, str], absent: Collection[int] = ()) -> tuple[Any, list[Tensor]]:
     """Return the argument of ``freeze`` with tensors of zeros, and these tensors in the order of ``freeze``.
 
     Args:
         frozen: from ``freeze``; unpickling can run code, so the sender must be trusted.
         places: device at the sender -> device here; other devices stay the same.
+        absent: numbers of tensors that get no memory (torch's device ``meta``).
     """
-    unpickler = _Unpickler(io.BytesIO(frozen), places)
+    unpickler = _Unpickler(io.BytesIO(frozen), places, absent)
     thing = unpickler.load()
     return thing, [unpickler.tensors[number] for number in range(len(unpickler.tensors))]

@@ -341,6 +341,17 @@ def test_a_skeleton_keeps_tied_weights_tied_and_carries_no_contents():
     assert torch.equal(found["model"](input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+def test_a_skeleton_has_no_memory_for_weights_that_come_in_parts():
+    model = build_model(tied=True)
+    frozen, tensors = freeze(model)
+    weights = {p.data_ptr() for p in model.parameters()}
+    absent = [number for number, t in enumerate(tensors) if t.data_ptr() in weights]
+    found, _ = thaw(frozen, {"cpu": "cpu"}, absent)
+    assert all(p.is_meta for p in found.parameters())
+    assert found.lm_head.weight is found.get_input_embeddings().weight
+    assert [b.device.type for b in found.buffers()] == ["cpu"] * len(list(model.buffers())) != []
+
+
 def test_a_model_with_windows_is_refused_in_parts():
     config = MistralConfig(
         vocab_size=40, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
