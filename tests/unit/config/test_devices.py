@@ -31,6 +31,9 @@ def test_the_actors_weights_may_be_shared_out() -> None:
         parse_devices("cuda:1 sharded")
     assert (parsed["actor"].tensor, parse_devices("cpu:0-3 sharded tensor=2").tensor) == (1, 2)
     assert parse_devices("cuda:0-1 tensor=2").is_sharded
+    begin_on_host = {text: parse_devices(text).begins_on_host for text in ("cuda:0-1 sharded", "cuda:0-1")}
+    assert begin_on_host == {"cuda:0-1 sharded": True, "cuda:0-1": False}
+    assert not parse_devices("cpu:0-1 sharded").begins_on_host
     for text in ("cuda:0-2 tensor=2", "cuda:0-1 tensor=0", "cuda:0-1 tensor=4"):
         with pytest.raises(ConfigError, match="must divide the number of devices"):
             parse_devices(text)

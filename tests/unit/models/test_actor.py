@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
 
-from model_builders import build_tokenizer
+from model_builders import build_actor, build_tokenizer
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.render import render_prompt
@@ -58,3 +58,12 @@ def test_a_chat_template_in_the_model_s_directory_is_read_and_saved(tmp_path):
     again = load_actor(ModelConfig(name_or_path=str(tmp_path / "saved")), "cpu")
     for tokenizer in (actor.tokenizer, again.tokenizer):
         assert render_prompt(TaskSpec(name="t"), {"prompt": "ab"}, tokenizer)[0] == "<ab>"
+
+
+def test_an_actor_in_host_memory_names_the_device_that_it_will_compute_on():
+    actor = build_actor()
+    actor.place("cuda:1", on_host=True)
+    assert actor.device == torch.device("cuda:1")
+    assert next(actor.model.parameters()).device.type == "cpu"
+    actor.place("cpu")
+    assert actor.device == torch.device("cpu")
