@@ -172,10 +172,14 @@ class TaskState:
         self.warnings[:] = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
         self.choose_held_out(state["held_out_by"])
         if fingerprint(self.eval_rows) != state["held_out"]:
+            is_answered = self.spec.kind == "anchor" and not self.spec.answer
             logger.warning(
                 "the held-out rows of task %r changed since the checkpoint: values before and after are of "
-                "other prompts",
+                "other prompts%s",
                 name,
+                ", and the actor of today, not that of the beginning, answers new ones"
+                if is_answered
+                else "",
             )
         of_rewards = [
             key for key in self.former_definitions if not key.startswith(("rule/", "constraint", "solved"))

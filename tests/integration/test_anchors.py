@@ -97,6 +97,17 @@ def test_prompts_without_texts_are_answered_by_the_initial_actor_once(finished):
     assert all(len(own) <= 4 for own in responses.values())
 
 
+def test_new_rows_of_a_resumed_run_are_told_since_the_present_actor_answers_them(tmp_path, caplog):
+    write_run(
+        tmp_path, TASKS.partition("  wiki")[0] + f'  chat: {{type: "{ANCHOR}", dataset: digit.jsonl}}\n'
+    )
+    for steps, number in ((2, 2), (4, 4)):
+        assert "answers new ones" not in caplog.text
+        config = run_config(tmp_path, "out", steps, eval=EvalConfig(every=2, num_prompts=number))
+        Trainer.from_config(config).train()
+    assert caplog.text.count("and the actor of today, not that of the beginning, answers new ones") == 1
+
+
 def test_rows_of_one_id_have_responses_of_their_own(tmp_path):
     write_run(
         tmp_path, TASKS.partition("  wiki")[0] + f'  chat: {{type: "{ANCHOR}", dataset: twice.jsonl}}\n'
