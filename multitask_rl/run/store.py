@@ -23,6 +23,7 @@ except ImportError:
 
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
@@ -37,8 +38,6 @@ from multitask_rl.training.manifest import check_files, read_manifest, write_man
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from multitask_rl.config.task import TaskSpec
 
 logger = logging.getLogger(__name__)
 
@@ -277,8 +276,10 @@ class RunStore:
             if original != here and (original / "checkpoints").is_dir():
                 logger.warning("a copy of %s, which still exists: trackers get a new run for it", original)
                 run_id = None
-            # the settings stay changed, though the steps after the checkpoint are undone
-            cut_records(self._output_dir, found.state["records"], keep=_is_change)
+            # events of resumes with other settings stay: so do the settings, though later steps are undone
+            marks = b'"changed"', b'"resumed with other settings'
+            lengths = found.state["records"]
+            cut_records(self._output_dir, lengths, keep=lambda line: all(mark in line for mark in marks))
             self.resumed_at = progress.step
         elif track:
             set_records_aside(self._output_dir)
@@ -458,11 +459,6 @@ def _is_same(key: str, old: Any, new: Any) -> bool:
             if isinstance(a, dict)
         )
     return bool(old == new)
-
-
-def _is_change(line: bytes) -> bool:
-    """Return whether a line of the records is the event of a resume with other settings."""
-    return b'"changed"' in line and b'"resumed with other settings' in line
 
 
 def _short(value: Any) -> str:
