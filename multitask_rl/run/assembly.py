@@ -175,16 +175,11 @@ def build_parts(
             scheduler.set_factors({})  # those of the checkpoint's guard
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
-        stages = sampling_stages(
-            actor,
-            engine,
-            scorer,
-            tasks,
-            seed=config.seed,
-            quorum=config.batch.quorum,
-            worlds=worlds,
-            on_progress=trackers.log_progress,
+        told, seed = trackers.log_progress, config.seed
+        stages_of = partial(
+            sampling_stages, actor, engine, scorer, tasks, seed=seed, worlds=worlds, on_progress=told
         )
+        stages = stages_of(quorum=config.batch.quorum)
         advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
         flow = DataFlow([*stages, advantages, update])
         for stage, after in inserted:
@@ -201,17 +196,8 @@ def build_parts(
         )
         closing.callback(experience.close)
         closing.callback(scorer.close)  # closed before the source, which may wait for it
-        evaluator = Evaluator(
-            actor,
-            engine,
-            scorer,
-            tasks,
-            config.seed,
-            config.eval.temperature,
-            backend,
-            worlds=worlds,
-            on_progress=trackers.log_progress,
-        )
+        temperature = config.eval.temperature
+        evaluator = Evaluator(actor, engine, scorer, tasks, seed, temperature, backend, stages_of)
         supervisor = Supervisor(
             config=config,
             progress=progress,
