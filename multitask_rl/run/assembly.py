@@ -42,6 +42,7 @@ from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
+from multitask_rl.step.texts import TextMeter
 from multitask_rl.step.tokens import TokenTexts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
@@ -196,8 +197,8 @@ def build_parts(
         )
         closing.callback(experience.close)
         closing.callback(scorer.close)  # closed before the source, which may wait for it
-        temperature = config.eval.temperature
-        evaluator = Evaluator(actor, engine, scorer, tasks, seed, temperature, backend, stages_of)
+        meter = TextMeter(backend=backend, actor=actor, engine=engine, tasks=tasks, seed=seed)
+        evaluator = Evaluator(actor, engine, scorer, tasks, config.eval.temperature, meter, stages_of)
         supervisor = Supervisor(
             config=config,
             progress=progress,

@@ -18,7 +18,6 @@ from multitask_rl.step.flow import DataFlow
 from multitask_rl.step.stages import SamplingStages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.step.texts import TextMeter
-from multitask_rl.training.backend import TrainingBackend
 
 
 @dataclass
@@ -33,10 +32,8 @@ class Evaluator:
     engine: RolloutEngine
     scorer: RunScorer
     tasks: Mapping[str, TaskState]
-    seed: int
     temperature: float
-    backend: TrainingBackend
-    """Has the initial weights and the teachers, for anchors and tasks without rewards."""
+    meter: TextMeter
     stages: Callable[..., SamplingStages]
     """``sampling_stages`` of the run; lacks what is of one evaluation."""
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
@@ -73,9 +70,6 @@ class Evaluator:
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
         if must_score:
             self.tally.check()
-        meter = TextMeter(
-            backend=self.backend, actor=self.actor, engine=self.engine, tasks=self.tasks, seed=self.seed
-        )
         version = self.engine.policy_version
         found: dict[str, TaskEvaluation] = {}
         for name in names:
@@ -95,5 +89,5 @@ class Evaluator:
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
             if task.spec.kind == "anchor" or not task.spec.is_scored:
-                found[name] = meter.measure(name, found[name], purpose)
+                found[name] = self.meter.measure(name, found[name], purpose)
         return found
