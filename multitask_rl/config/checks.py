@@ -10,8 +10,8 @@ from pathlib import Path
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
-from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, path_errors, require_extra
 from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, is_importable, list_plugins

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.schema.ranges import Fraction, Settings
+from multitask_rl.config.schema.ranges import Fraction, Settings, suggest, unknown_name
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE

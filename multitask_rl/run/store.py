@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +29,8 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
-from multitask_rl.plugins import class_id
+from multitask_rl.plugins import class_id, source_file
 from multitask_rl.records import Event
-from multitask_rl.run.code import PluginCode
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
@@ -51,6 +52,34 @@ _FREE = re.compile(
 only one side has comes from another version of this package, and does not count."""
 _ENTRIES = re.compile(r"^tasks\.[^.]+\.(?:rewards|constraints)$")
 """Keys of lists of entries."""
+
+
+class PluginCode:
+    """Files of the plugins that judge and answer: were they edited while the run goes on, or since?"""
+
+    def __init__(self, specs: Mapping[str, TaskSpec]) -> None:
+        self._files: dict[str, dict[str, Path]] = {}
+        for name, spec in specs.items():
+            named = {f"rewards.{r.name}": r.plugin for r in spec.rewards}
+            named |= {f"constraints.{c.name}": c.plugin for c in spec.constraints}
+            named |= {"environment": spec.environment}
+            found = ((what, source_file(reference)) for what, reference in named.items())
+            self._files[name] = {what: file for what, file in found if file is not None}
+        self.versions: dict[str, dict[str, str]] = {name: {} for name in specs}
+        """Task -> plugin -> hash of its file, as it was at the last call of ``edited``."""
+        self.edited()
+
+    def edited(self) -> list[str]:
+        """Return the plugins whose file was edited since the last call: place in the tasks, and file."""
+        found = []
+        for name, files in self._files.items():
+            for what, file in files.items():
+                with suppress(OSError):  # it is being replaced, or was moved: the next call sees what comes
+                    version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+                    if self.versions[name].setdefault(what, version) != version:
+                        found.append(f"tasks.{name}.{what} ({file.name})")
+                        self.versions[name][what] = version
+        return found
 
 
 class RunStore:

@@ -113,7 +113,7 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
 
     Other metrics (``length``) have no hash here. ``TextMeter`` adds one for ``loss`` and ``kl`` of an anchor
     with rewards. Every hash covers the environment and its limits. A text that begins as a path counts by its
-    last name, because the same run may lie in another directory. Not covered: changed code (``run/code.py``
+    last name, because the same run may lie in another directory. Not covered: changed code (``run/store.py``
     reports it), and constraints that reject responses, although they change what a reward is given.
     """
 
