@@ -172,7 +172,7 @@ def _resume(case: Case, run: Path | None) -> None:
     store = RunStore(Path.cwd(), CheckpointConfig(resume=resume), track=False)
     try:
         trainer = _trainer(run)
-        store.resume(trainer.parts.state, trainer.progress, trainer.config, trainer.plan.specs, trainer.guard)
+        store.resume(trainer.parts.state, trainer.config, trainer.plan.specs)
     finally:
         store.close()
 

@@ -171,7 +171,7 @@ def build_parts(
         state = RunState(
             *(progress, actor, critic, learner, tasks, scheduler, scorer, guard), store.reference_dir
         )
-        run_id = store.resume(state, progress, config, plan.specs, guard)
+        run_id = store.resume(state, config, plan.specs)
         if plan.trained and (guard is None or store.has_other_guard):
             scheduler.set_factors({})  # those of the checkpoint's guard
         push_weights(engine, actor)

@@ -27,12 +27,11 @@ from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
-from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
 from multitask_rl.plugins import class_id, source_file
 from multitask_rl.records import Event
 from multitask_rl.run.directory_lock import DirectoryLock
-from multitask_rl.run.state import RunProgress, RunState
+from multitask_rl.run.state import RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, telling_of_removal
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
@@ -245,14 +244,7 @@ class RunStore:
                 raise
         return reference
 
-    def resume(
-        self,
-        state: RunState,
-        progress: RunProgress,
-        config: RunConfig,
-        specs: Mapping[str, TaskSpec],
-        guard: Guard | None,
-    ) -> str | None:
+    def resume(self, state: RunState, config: RunConfig, specs: Mapping[str, TaskSpec]) -> str | None:
         """Restore the checkpoint, if any; return the trackers' identity if it belongs to this run.
 
         A run that resumes itself drops its records after the checkpoint; other records are set aside.
@@ -261,7 +253,7 @@ class RunStore:
             ConfigError: the run was made with another model, of the actor or of the critic.
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
-        track, found = self._track, self._found
+        track, found, progress, guard = self._track, self._found, state.progress, state.guard
         self.code = PluginCode(specs)
         if found is None:
             if track:
@@ -370,14 +362,14 @@ class RunStore:
             if (old := own.get(what, new)) != new
         }
 
-    def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
+    def save(self, entry: CheckpointEntry, state: RunState, run_id: str | None) -> Path:
         """Write a checkpoint, with the lengths of the run's records; return its directory.
 
         Raises:
             CheckpointError: it cannot be written, or a later run of this process has the directory.
         """
         self._check_owned()
-        guard_class = class_id(type(guard))
+        guard_class = class_id(type(state.guard))
         beside = {
             "guard_class": guard_class,
             "run_id": run_id,
@@ -386,7 +378,7 @@ class RunStore:
             "code": self.code.versions,
         }
         return self.checkpoints.save(
-            dataclasses.replace(entry, judged_by=guard_class if guard is not None else ""),
+            dataclasses.replace(entry, judged_by=guard_class if state.guard is not None else ""),
             save_actor=state.actor.save,
             tensors=state.tensors(),
             state={**state.state_dict(), **beside},

@@ -140,7 +140,7 @@ class Supervisor:
         known = self._known if self._known.step == step else CheckpointEntry(step=step)
         self.progress.saved_at = step
         with self.experience.giving_back_late_groups():
-            path = self.store.save(known, self.state, self.guard, self.trackers.run_id)
+            path = self.store.save(known, self.state, self.trackers.run_id)
         is_best = known.score is not None and self.store.checkpoints.best() == step
         good = known.judged_good is True
         self.trackers.log_checkpoint(path / "actor", step, is_best=is_best, judged_good=good)
