@@ -108,7 +108,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
             )
 
 
-def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
+def check_task(spec: TaskSpec, where: Where) -> None:
     """Check one task; a ``ConfigError`` says where, what and what is allowed."""
     name, temperature = spec.name, spec.sampling.temperature if spec.sampling is not None else 1.0
     if name in RESERVED_NAMES:
@@ -232,11 +232,6 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
                 f"{where.at('select', column)}: got {wanted!r}; expected the column's value in rows "
                 "of the task (a text, a number, true or false), or a list of values"
             )
-    if need_data and not spec.dataset:
-        raise ConfigError(
-            f"{where.at('dataset')}: task {name!r} has no data set; give a path, a Hugging Face id, "
-            f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
-        )
 
 
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:

@@ -94,17 +94,14 @@ def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSp
     return _build(_entries(document, place), place)
 
 
-def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
-    """Check the tasks as ``load_tasks`` does, also those that were built in Python.
-
-    With ``need_data`` each must name a data set.
-
-    Raises:
-        ConfigError: see ``load_tasks``.
-    """
-    for spec in specs.values():
-        check_task(spec, Where(spec.source, ("tasks", spec.name)), need_data=need_data)
-    check_tasks(specs, Where(next((s.source.rsplit(":", 1)[0] for s in specs.values()), "")))
+def need_datasets(specs: Mapping[str, TaskSpec]) -> None:
+    """Raise a ``ConfigError`` for a task without a data set."""
+    for name, spec in specs.items():
+        if not spec.dataset:
+            raise ConfigError(
+                f"{spec.where}.dataset: task {name!r} has no data set; give a path, a Hugging Face id, "
+                f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
+            )
 
 
 def fill_weights(names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
@@ -186,7 +183,7 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
             if name not in defined and suggest(name, defined):
                 raise ConfigError(f"{entry[1]}: {unknown_name('task', name, defined)}; {_NEW_TASK}")
             specs[name] = _task(name, *entry)
-            check_task(specs[name], entry[1], need_data=False)
+            check_task(specs[name], entry[1])
         except MultitaskRLError as error:
             errors.append(error)
     raise_all(errors)

@@ -17,7 +17,7 @@ from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
+from multitask_rl.config.tasks_file import load_tasks, need_datasets, parse_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
 from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.pooled_stream import check_curriculum
@@ -175,7 +175,8 @@ def plan_run(
     for key, group, name in named:
         check_entry_point(Where(path=(key,)), group, name)
     specs = load_specs(config)
-    validate_tasks(specs, need_data=dataloader is None)
+    if dataloader is None:
+        need_datasets(specs)
     devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
     check_attention(config.model, devices.get("actor", ""))
     if config.model.lora.rank:
