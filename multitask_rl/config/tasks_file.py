@@ -61,7 +61,7 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
     """Read, merge and check a tasks file.
 
     Args:
-        path: the YAML file; empty = every task comes from ``overrides``.
+        path: the YAML file.
         overrides: task name -> keys of the file to replace (``{"math": {"weight": 2}}``); mappings merge. A
             name that the file lacks defines a new task.
 
@@ -69,17 +69,15 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         ConfigError: names file, line, key path, the offending value and what is allowed; ``others`` are the
             first errors of further tasks.
     """
-    root, entries = Where("configuration"), dict[str, _Entry]()
-    if str(path):
-        document, root = load_yaml(path)
-        entries = _entries(document, root)
+    document, root = load_yaml(path)
+    entries = _entries(document, root)
     merged = dict(entries)
     for name, given in (overrides or {}).items():
         if not isinstance(given, Mapping):
             raise ConfigError(f"override: tasks.{name}: expected a mapping of the task's keys, got {given!r}")
         raw, where = entries.get(name, ({}, root.at("tasks", name)))
         if name not in entries:
-            if entries and not set(_DEFINING) & set(given):
+            if not set(_DEFINING) & set(given):
                 raise ConfigError(
                     f"override: tasks.{name}: {unknown_name('task', name, entries)}; {_NEW_TASK}"
                 )
@@ -174,8 +172,6 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
 
 
 def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
-    if not entries:
-        raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
     specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
     defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
