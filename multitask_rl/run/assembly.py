@@ -209,7 +209,6 @@ def build_parts(
             engine=engine,
             tasks=tasks,
             scheduler=scheduler,
-            guard=guard,
             evaluator=evaluator,
             experience=experience,
         )
