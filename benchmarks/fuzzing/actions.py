@@ -104,14 +104,11 @@ def _compose(case: Case, run: Path | None) -> None:
     """Compose the configuration as ``train`` and ``eval`` do and read the tasks; no model, no data."""
     from multitask_rl.cli.train import compose_and_run
     from multitask_rl.config.run import RunConfig
-    from multitask_rl.config.tasks_file import validate_tasks
     from multitask_rl.run.plan import load_specs
     from multitask_rl.step.task_state import build_algorithms
 
     def check(config: RunConfig) -> None:
-        specs = load_specs(config)
-        validate_tasks(specs, need_data=False)
-        build_algorithms(specs)
+        build_algorithms(load_specs(config))
 
     compose_and_run(case.arguments[1:], "eval", check)
 
@@ -172,7 +169,7 @@ def _resume(case: Case, run: Path | None) -> None:
     store = RunStore(Path.cwd(), CheckpointConfig(resume=resume), track=False)
     try:
         trainer = _trainer(run)
-        store.resume(trainer.parts.state, trainer.progress, trainer.config, trainer.plan.specs, trainer.guard)
+        store.resume(trainer.parts.state, trainer.config, trainer.plan.specs)
     finally:
         store.close()
 

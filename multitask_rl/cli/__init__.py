@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import multitask_rl
 from multitask_rl.boundary.printable import one_line, redact_text
-from multitask_rl.config.schema.build import unknown_name
+from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, with_notes
 from multitask_rl.lazy import without_collector
 

@@ -490,12 +490,13 @@ def costs(
         spent.append(_mean_costs([spending.total for spending in of_runs]))
         reached.append({})
         for task, goal in levels.items():
-            found = []
+            found, sign = [], base[task].direction.sign
             for run, spending in zip(arm.runs, of_runs, strict=True):
                 # a run may have another primary metric, now or before a resume
                 own = [e for e in run.evaluations.get(task, ()) if are_alike(e, base[task])]
                 if own:
-                    found.append(next((spending.at(e.step) for e in own if _is_as_good(e, goal)), None))
+                    as_good = (e.step for e in own if sign * e.mean >= sign * goal)
+                    found.append(next(map(spending.at, as_good), None))
             there = [at for at in found if at is not None]
             reached[-1][task] = {"reached": len(there), "runs": len(found), **_mean_costs(there)}
         for run, spending in zip(arm.runs, of_runs, strict=True):
@@ -506,11 +507,6 @@ def costs(
                 begins = f"{run.name} begins at step {spending.steps[0] - 1}"
                 notes.append(f"{begins}: what was spent before it is not known, so its costs are not told")
     return {"costs": spent, "levels": levels, "reached": reached, "unfinished": notes}
-
-
-def _is_as_good(evaluation: Evaluation, level: float) -> bool:
-    sign = evaluation.direction.sign
-    return sign * evaluation.mean >= sign * level
 
 
 def _mean_costs(found: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -18,7 +18,7 @@ import multitask_rl
 from multitask_rl.config.devices import count_cuda_devices, parse_devices
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import ModelConfig
-from multitask_rl.config.schema.build import unknown_name
+from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, is_installed, path_errors
 from multitask_rl.plugins import TASKS, list_plugins, load_plugin
 

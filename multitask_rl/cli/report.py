@@ -7,7 +7,6 @@ import contextlib
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from multitask_rl.boundary.printable import one_line
@@ -60,7 +59,7 @@ def main_report(argv: Sequence[str]) -> int:
     with open_run(options.run[0], options.tracking_uri) as run:
         result = summarise_run(run)
         if options.html:
-            write_page(options, render_page(run, result, Path(options.run[0])))
+            write_page(options, render_page(run, result))
     write(result, options.json, lambda: _render_report(result))
     return 0
 

@@ -20,8 +20,9 @@ from scipy.stats import rankdata
 
 from multitask_rl.boundary.printable import aligned, one_line, printable, redacted_keys
 from multitask_rl.config.run import RECORD, ScoringConfig, as_given
-from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
+from multitask_rl.config.schema.ranges import suggest, unknown_name
 from multitask_rl.config.task import RewardSpec, TaskSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code, refuse_code_in

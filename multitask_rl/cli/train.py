@@ -28,8 +28,9 @@ from omegaconf.errors import OmegaConfBaseException
 from multitask_rl.boundary.interrupts import stopping_on_signals
 from multitask_rl.boundary.printable import EscapingFilter, redacted_keys
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
-from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError, path_errors
 

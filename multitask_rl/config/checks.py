@@ -10,8 +10,8 @@ from pathlib import Path
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
-from multitask_rl.config.schema.build import suggest
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, path_errors, require_extra
 from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, is_importable, list_plugins
@@ -108,7 +108,7 @@ def check_tasks(specs: Mapping[str, TaskSpec], where: Where) -> None:
             )
 
 
-def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
+def check_task(spec: TaskSpec, where: Where) -> None:
     """Check one task; a ``ConfigError`` says where, what and what is allowed."""
     name, temperature = spec.name, spec.sampling.temperature if spec.sampling is not None else 1.0
     if name in RESERVED_NAMES:
@@ -232,11 +232,6 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
                 f"{where.at('select', column)}: got {wanted!r}; expected the column's value in rows "
                 "of the task (a text, a number, true or false), or a list of values"
             )
-    if need_data and not spec.dataset:
-        raise ConfigError(
-            f"{where.at('dataset')}: task {name!r} has no data set; give a path, a Hugging Face id, "
-            f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
-        )
 
 
 def _check_constraint(where: Where, constraint: ConstraintSpec) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 
 from multitask_rl.config.run import RunConfig
-from multitask_rl.config.schema.build import unknown_name
+from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import ConfigError
 
 _ROLES = ("actor", "critic", "reference", "rollout")

@@ -61,7 +61,7 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
     """Read, merge and check a tasks file.
 
     Args:
-        path: the YAML file; empty = every task comes from ``overrides``.
+        path: the YAML file.
         overrides: task name -> keys of the file to replace (``{"math": {"weight": 2}}``); mappings merge. A
             name that the file lacks defines a new task.
 
@@ -69,17 +69,15 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
         ConfigError: names file, line, key path, the offending value and what is allowed; ``others`` are the
             first errors of further tasks.
     """
-    root, entries = Where("configuration"), dict[str, _Entry]()
-    if str(path):
-        document, root = load_yaml(path)
-        entries = _entries(document, root)
+    document, root = load_yaml(path)
+    entries = _entries(document, root)
     merged = dict(entries)
     for name, given in (overrides or {}).items():
         if not isinstance(given, Mapping):
             raise ConfigError(f"override: tasks.{name}: expected a mapping of the task's keys, got {given!r}")
         raw, where = entries.get(name, ({}, root.at("tasks", name)))
         if name not in entries:
-            if entries and not set(_DEFINING) & set(given):
+            if not set(_DEFINING) & set(given):
                 raise ConfigError(
                     f"override: tasks.{name}: {unknown_name('task', name, entries)}; {_NEW_TASK}"
                 )
@@ -94,17 +92,14 @@ def parse_tasks(document: Any, where: Where | str = "tasks") -> dict[str, TaskSp
     return _build(_entries(document, place), place)
 
 
-def validate_tasks(specs: Mapping[str, TaskSpec], *, need_data: bool) -> None:
-    """Check the tasks as ``load_tasks`` does, also those that were built in Python.
-
-    With ``need_data`` each must name a data set.
-
-    Raises:
-        ConfigError: see ``load_tasks``.
-    """
-    for spec in specs.values():
-        check_task(spec, Where(spec.source, ("tasks", spec.name)), need_data=need_data)
-    check_tasks(specs, Where(next((s.source.rsplit(":", 1)[0] for s in specs.values()), "")))
+def need_datasets(specs: Mapping[str, TaskSpec]) -> None:
+    """Raise a ``ConfigError`` for a task without a data set."""
+    for name, spec in specs.items():
+        if not spec.dataset:
+            raise ConfigError(
+                f"{spec.where}.dataset: task {name!r} has no data set; give a path, a Hugging Face id, "
+                f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
+            )
 
 
 def fill_weights(names: Sequence[str], given: Mapping[str, float]) -> dict[str, float]:
@@ -177,8 +172,6 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
 
 
 def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
-    if not entries:
-        raise ConfigError(f"{where.file}: no tasks; give a tasks file (tasks_file=...) or tasks.<name>")
     specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
     defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
@@ -186,7 +179,7 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
             if name not in defined and suggest(name, defined):
                 raise ConfigError(f"{entry[1]}: {unknown_name('task', name, defined)}; {_NEW_TASK}")
             specs[name] = _task(name, *entry)
-            check_task(specs[name], entry[1], need_data=False)
+            check_task(specs[name], entry[1])
         except MultitaskRLError as error:
             errors.append(error)
     raise_all(errors)

@@ -103,6 +103,11 @@ class Conversion:
         value = self.get(option)
         self.put(key, value if kind is None else kind(value), option, differs=differs)
 
+    def carry_if_set(self, key: str, option: str) -> None:
+        """Write ``key`` with the value of ``option``, unless it is empty, 0 or false."""
+        if self.get(option):
+            self.carry(key, option)
+
     def put_engine(
         self, engine: str, option: str, prefix: str, parallel: str = "tensor_parallel_size"
     ) -> None:

@@ -256,17 +256,8 @@ def _options(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
             given[name] = " ".join(values)
         else:
             read = [parse_yaml(value, f"{file}: --{name}")[0] for value in values]
-            # YAML reads 5e-7 as text
-            read = [float(v) if isinstance(v, str) and _is_number(v) else v for v in read]
             given[name] = read[0] if len(read) == 1 else read
     return given, computed
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
@@ -308,8 +299,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     c.note("task.weight", "data.prompt_probs")
     if evaluation := c.get("eval.dataset"):
         c.put("task.eval_dataset", evaluation, "eval.dataset")
-        if split := c.get("eval.split"):
-            c.put("task.eval_split", split, "eval.split")
+        c.carry_if_set("task.eval_split", "eval.split")
     key, template = c.get("data.input_key"), c.get("data.input_template")
     chat = bool(c.get("data.apply_chat_template"))
     if template and not chat:
@@ -364,8 +354,7 @@ def _put_algorithm(c: Conversion) -> None:
         c.carry("task.algorithm_config.value_clip", "critic.value_clip", float, differs=told)
         c.put("critic.trunk", "separate")
         c.carry("critic.learning_rate", "critic.adam.lr", float)
-        if path := c.get("critic.model_name_or_path"):
-            c.put("critic.name_or_path", path, "critic.model_name_or_path")
+        c.carry_if_set("critic.name_or_path", "critic.model_name_or_path")
     elif c.get("algo.advantage.gamma") != 1:
         c.leave("algo.advantage.gamma", f"rewards of type {kind} are not discounted")
     clip = c.get("actor.eps_clip")
@@ -468,8 +457,7 @@ def _put_batch(c: Conversion) -> None:
 
 
 def _put_run(c: Conversion) -> None:
-    if path := c.get("actor.model_name_or_path"):
-        c.put("model.name_or_path", path, "actor.model_name_or_path")
+    c.carry_if_set("model.name_or_path", "actor.model_name_or_path")
     dtype = {"bf16": "bfloat16", "fp16": "float16"}[c.get("ds.param_dtype")]
     c.put("model.dtype", dtype, "ds.param_dtype")
     option = "actor.gradient_checkpointing_enable"

@@ -6,11 +6,12 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.checks import is_file
+from multitask_rl.config.run import dotted
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.convert.conversion import Conversion, need, task_name
 from multitask_rl.data.readers import Row, read_file
@@ -155,7 +156,7 @@ def convert_roll(
     """Convert the YAML file of an RLVR pipeline; the arguments are those of ``convert_trl``."""
     tree, _ = load_yaml(file)
     tree = tree if isinstance(tree, Mapping) else {}
-    given = dict(_flat(_resolved(tree, tree)))
+    given = {key: value for key, value in dotted(_resolved(tree, tree)) if value is not None}
     for prefix, kind, instead in (
         ("train_env_manager.", "an agentic pipeline", "an environment a task: bring-your-environment.md"),
         ("student_train.", "a pipeline of distillation", "tasks of type distill: task-types.md"),
@@ -199,14 +200,6 @@ def _resolved(value: Any, tree: Mapping[str, Any], within: tuple[str, ...] = ())
 
     whole = re.fullmatch(r"\$\{([\w.]+)\}", value)
     return of(whole[1]) if whole else re.sub(r"\$\{([\w.]+)\}", lambda m: str(of(m[1])), value)
-
-
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{above}{key}.")
-        elif value is not None:
-            yield f"{above}{key}", value
 
 
 def _texts(c: Conversion, option: str) -> list[str]:
@@ -563,8 +556,7 @@ def _put_run(c: Conversion) -> None:
     c.put("optimizer.warmup_steps", math.ceil(steps / updates), warmup, ratio, differs=told)
     c.carry("eval.every", "eval_steps")
     c.carry("checkpoint.every", "save_steps")
-    if keep := c.get("max_ckpt_to_keep"):
-        c.put("checkpoint.keep", keep, "max_ckpt_to_keep")
+    c.carry_if_set("checkpoint.keep", "max_ckpt_to_keep")
     resume = c.get("resume_from_checkpoint")
     if isinstance(resume, str):
         c.leave(
@@ -573,9 +565,7 @@ def _put_run(c: Conversion) -> None:
     else:
         c.put("checkpoint.resume", "auto" if resume else "never", "resume_from_checkpoint")
     c.carry("seed", "seed")
-    if folder := c.get("output_dir"):
-        c.put("output_dir", folder, "output_dir")
-    if experiment := c.get("exp_name"):
-        c.put("tracking.run_name", experiment, "exp_name")
+    c.carry_if_set("output_dir", "output_dir")
+    c.carry_if_set("tracking.run_name", "exp_name")
     c.put_trackers("track_with")
     c.put("guard.enabled", False)

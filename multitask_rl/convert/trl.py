@@ -445,11 +445,8 @@ def _put_run(c: Conversion, script: Script) -> None:
             for option in options:
                 c.leave(option, f"the reference moves after every step here, not after {every} updates")
     c.carry("seed", "seed")
-    if output := c.get("output_dir"):
-        c.put("output_dir", output, "output_dir")
-    if keep := c.get("save_total_limit"):
-        c.put("checkpoint.keep", keep, "save_total_limit")
-    if name := c.get("run_name"):
-        c.put("tracking.run_name", name, "run_name")
+    c.carry_if_set("output_dir", "output_dir")
+    c.carry_if_set("checkpoint.keep", "save_total_limit")
+    c.carry_if_set("tracking.run_name", "run_name")
     c.put_trackers("report_to")
     c.put("guard.enabled", False)

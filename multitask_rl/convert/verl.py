@@ -309,8 +309,7 @@ def _put_algorithm(c: Conversion) -> None:
         c.carry("task.algorithm_config.value_clip", clip, float, differs=told)
         c.put("critic.trunk", "separate")
         c.carry("critic.learning_rate", "critic.optim.lr", float)
-        if path := c.get("critic.model.path"):
-            c.put("critic.name_or_path", path, "critic.model.path")
+        c.carry_if_set("critic.name_or_path", "critic.model.path")
     c.carry("task.algorithm_config.clip_low", f"{_A}.clip_ratio_low", float)
     c.carry("task.algorithm_config.clip_high", f"{_A}.clip_ratio_high", float)
     dual = 0.0 if kind in ("gspo", "cispo") else float(c.get(f"{_A}.clip_ratio_c"))
@@ -401,8 +400,7 @@ def _put_batch(c: Conversion) -> None:
 
 
 def _put_run(c: Conversion) -> None:
-    if path := c.get(f"{_M}.path"):
-        c.put("model.name_or_path", path, f"{_M}.path")
+    c.carry_if_set("model.name_or_path", f"{_M}.path")
     c.put("model.dtype", "bfloat16")
     name = f"{_M}.enable_gradient_checkpointing"
     c.carry("model.gradient_checkpointing", name)
@@ -457,8 +455,7 @@ def _put_run(c: Conversion) -> None:
         c.leave(f"{_O}.lr_warmup_steps_ratio", "a share of steps whose number is not known; give --rows N")
     for key, option in (("eval.every", "trainer.test_freq"), ("checkpoint.every", "trainer.save_freq")):
         c.put(key, max(0, c.get(option)), option)
-    if keep := c.get("trainer.max_actor_ckpt_to_keep"):
-        c.put("checkpoint.keep", keep, "trainer.max_actor_ckpt_to_keep")
+    c.carry_if_set("checkpoint.keep", "trainer.max_actor_ckpt_to_keep")
     resume = {"disable": "never", "auto": "auto"}.get(c.get("trainer.resume_mode"))
     if resume:
         c.put("checkpoint.resume", resume, "trainer.resume_mode")
@@ -467,11 +464,9 @@ def _put_run(c: Conversion) -> None:
             "trainer.resume_mode",
             "a checkpoint of verl cannot be resumed here; load its weights as the model",
         )
-    if folder := c.get("trainer.default_local_dir"):
-        c.put("output_dir", folder, "trainer.default_local_dir")
+    c.carry_if_set("output_dir", "trainer.default_local_dir")
     for option, key in (("project_name", "experiment"), ("experiment_name", "run_name")):
-        if name := c.get(f"trainer.{option}"):
-            c.put(f"tracking.{key}", name, f"trainer.{option}")
+        c.carry_if_set(f"tracking.{key}", f"trainer.{option}")
     c.put_trackers("trainer.logger")
     c.put("guard.enabled", False)
 

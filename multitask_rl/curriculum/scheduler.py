@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.config.schema.ranges import Fraction, Settings
+from multitask_rl.config.schema.ranges import Fraction, Settings, suggest, unknown_name
 from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
@@ -154,10 +154,9 @@ class DynamicTaskWeightScheduler:
         if not tasks or len(set(tasks)) != len(tasks):
             raise ConfigError(f"the scheduler needs at least one task and no name twice, got {list(tasks)!r}")
         given = self.initial_weights
-        named = [("initial_weights", name) for name in given] + [("min_share", n) for n in min_shares or {}]
-        for key, name in named:
+        for name in given:
             if name not in tasks:
-                raise ConfigError(f"{key}: {unknown_name('task', name, tasks)}")
+                raise ConfigError(f"initial_weights: {unknown_name('task', name, tasks)}")
         mean = math.fsum(given.values()) / len(given) if given else 1.0
         weights = {task: given.get(task, mean) for task in tasks}
         if math.fsum(weights.values()) > 0.0:
@@ -170,9 +169,6 @@ class DynamicTaskWeightScheduler:
         if floor is None:
             floor = min(_DEFAULT_MIN_WEIGHT, _MAX_DEFAULT_FLOORS / len(active))
         self._floors = {task: own_floors.get(task, floor) for task in active}
-        bad = {task: share for task, share in self._floors.items() if not 0.0 <= share <= 1.0}
-        if bad:
-            raise ConfigError(f"min_share must be in [0, 1], got {bad}")
         if (total := math.fsum(self._floors.values())) > 1.0 + 1e-9:
             raise ConfigError(
                 f"the floors of {len(active)} tasks add up to {total:g}, more than the whole step: lower "

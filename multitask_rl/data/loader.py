@@ -12,7 +12,7 @@ from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import fill_weights
 from multitask_rl.data.readers import Rows, read_dataset_dict, read_file, rows_of_table
-from multitask_rl.data.rows import group_rows, load_both, load_rows
+from multitask_rl.data.rows import group_rows, load_both
 from multitask_rl.errors import ConfigError, DataError
 
 
@@ -35,15 +35,11 @@ class TaskDataLoader:
         """Names of the tasks there are rows of."""
         return list(self.splits)
 
-    def load(self, spec: TaskSpec, split: str) -> Rows:
-        """Return the rows of ``spec``, from here or, for a task not held here, from its own data set.
-
-        Args and errors: see ``load_rows``.
-        """
-        return load_rows(spec, split, *self._source(spec))
-
     def load_both(self, spec: TaskSpec) -> tuple[Rows, Rows]:
-        """Return the rows of both splits, see ``data.rows.load_both``."""
+        """Return training and held-out rows of ``spec``, from here or from the data set that it names.
+
+        Errors: see ``load_rows``.
+        """
         return load_both(spec, *self._source(spec))
 
     def _source(self, spec: TaskSpec) -> tuple[dict[str, Rows] | None, str]:

@@ -14,8 +14,9 @@ from typing import Any
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.checks import GENERATOR_PREFIX
-from multitask_rl.config.schema.build import build_dataclass, suggest
+from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, Row, Rows
 from multitask_rl.errors import ConfigError, PluginError, import_extra

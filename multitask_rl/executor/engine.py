@@ -15,9 +15,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from multitask_rl.attention.float32 import FLOAT32
 from multitask_rl.config.run import ModelConfig, RayConfig, RolloutConfig
@@ -31,9 +32,6 @@ from multitask_rl.records import Event
 from multitask_rl.rollout.base import Ended, GenerationRequest, RolloutEngine, most_tokens
 from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.balance import Homes, share_out
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 _LINE = 64
@@ -416,8 +414,6 @@ def _placed(tensor: Tensor, place: int) -> Tensor:
 
     On some CPUs (seen with AVX2) the last bits of a product with one row depend on where the weights begin.
     """
-    import torch
-
     size = tensor.numel() * tensor.element_size()
     room = torch.empty(size + _LINE, dtype=torch.uint8)
     start = (place - room.data_ptr()) % _LINE

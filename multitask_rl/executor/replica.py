@@ -12,15 +12,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from multitask_rl.models.actor import Actor
 from multitask_rl.models.lora import MergedWeights
 from multitask_rl.rollout.base import Ended, GenerationRequest, Monitor, RolloutEngine
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from multitask_rl.models.actor import Actor
 
 SLICE_S = 0.05
 """Samples that end within this time travel together; their scoring begins that much later."""
@@ -186,8 +185,6 @@ class EngineReplica:
         if self._model is None:
             self._engine.update_weights(weights, policy_version)
             return
-        import torch
-
         own = self._model.state_dict()
         with torch.no_grad():
             for name, value in weights.items():

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from statistics import NormalDist
 from typing import Any
 
-from multitask_rl.config.schema.build import suggest
+from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Direction, Event, Statistic, TaskEvaluation
 from multitask_rl.statistics.definitions import is_comparable, measured

@@ -127,7 +127,7 @@ class LiveRun:
                     self._begin()
                 while not all(tail.read() for tail in self._tails):
                     self._begin()  # a resume has cut the records
-                data = payload(run, self._summarise(run), self._directory, self._metrics, self._spans)
+                data = payload(run, self._summarise(run), self._metrics, self._spans)
                 samples = {
                     "version": str(self._version),
                     "columns": self._samples.columns,

@@ -8,7 +8,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -71,18 +70,18 @@ _FEWEST_STEPS, _HARDLY = 10, 0.02
 """A task gives no signal if, in the later half of its steps (10 at least), fewer of its groups do."""
 
 
-def render_page(run: RunRecord, result: Mapping[str, Any], directory: Path) -> str:
-    """Return the page of the run in ``directory``; ``result`` is what the command prints as text.
+def render_page(run: RunRecord, result: Mapping[str, Any]) -> str:
+    """Return the page of a run; ``result`` is what the command prints as text.
 
     Raises:
         ConfigError: a record cannot be read.
     """
     samples = Samples(former_names(run.config))
-    for _ in read_lines(directory / "rollouts.jsonl", samples.add):
+    for _ in read_lines(run.directory / "rollouts.jsonl", samples.add):
         pass
-    metrics = read_lines(directory / "metrics.jsonl", charted)
-    spans = read_lines(directory / "timeline.jsonl", span)
-    data = payload(run, result, directory, metrics, spans)
+    metrics = read_lines(run.directory / "metrics.jsonl", charted)
+    spans = read_lines(run.directory / "timeline.jsonl", span)
+    data = payload(run, result, metrics, spans)
     # script and style, and the columns of samples
     around = len(render_shell(run.name, "run.js", data)) + 12 * len(samples)
     stored = embedded(samples, max(_TOKEN_BYTES, _PAGE_BYTES - around))
@@ -104,7 +103,7 @@ def attach_page(trackers: Trackers) -> None:
         return
     try:
         run = read_run(directory)
-        page = render_page(run, summarise_run(run), directory)
+        page = render_page(run, summarise_run(run))
     except ConfigError as error:
         _LOG.info("the trackers get no page of the run: %s", error)
     except Exception as error:  # noqa: BLE001 - a page is worth less than the end of a run
@@ -148,7 +147,6 @@ def _newest_within(chunks: Sequence[str], most_bytes: int) -> int:
 def payload(
     run: RunRecord,
     result: Mapping[str, Any],
-    directory: Path,
     metrics: Iterable[Mapping[str, float]],
     spans: Iterable[Sequence[Any]],
 ) -> dict[str, Any]:
@@ -174,7 +172,7 @@ def payload(
         "gradients": _gradients(rows),
         "spans": _newest([stage, former.get(task, task), *rest] for stage, task, *rest in spans),
         "config": yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True, width=100),
-        "machine": read_machine(directory),
+        "machine": read_machine(run.directory),
     }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from torch import Tensor
 
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT
+from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.schema.ranges import OneOf, Settings
 from multitask_rl.errors import EngineError
+from multitask_rl.models.actor import Actor
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.models.rope import context_length
 from multitask_rl.models.sampling import draw_uniforms, sample_tokens, suppress
@@ -36,10 +38,6 @@ from multitask_rl.rollout.decoder import (
     can_decode_cached,
     can_share_prompts,
 )
-
-if TYPE_CHECKING:
-    from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.models.actor import Actor
 
 HAND_ON_EVERY = 8
 """Tokens between two parts of a stream under autocast, which casts all weights again after each part."""

@@ -12,21 +12,16 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from multitask_rl.models.actor import warn_of_slow_bfloat16
+from multitask_rl.config.run import RolloutConfig
+from multitask_rl.models.actor import Actor, warn_of_slow_bfloat16
 from multitask_rl.plugins import build_config
 from multitask_rl.rollout.base import RolloutEngine, WrappedEngine
 from multitask_rl.rollout.hf import HFConfig
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from multitask_rl.config.run import RolloutConfig
-    from multitask_rl.models.actor import Actor
 
 
 def sampling_weights(engine: type[RolloutEngine], config: RolloutConfig) -> str:

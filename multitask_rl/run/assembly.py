@@ -42,6 +42,7 @@ from multitask_rl.step.experience import ExperienceSource
 from multitask_rl.step.flow import DataFlow, Stage
 from multitask_rl.step.stages import AdvantageStage, UpdateStage, sampling_stages
 from multitask_rl.step.task_state import TaskState, suppress_control_tokens
+from multitask_rl.step.texts import TextMeter
 from multitask_rl.step.tokens import TokenTexts
 from multitask_rl.tracking.alerts import AlertTracker
 from multitask_rl.tracking.base import Trackers
@@ -170,21 +171,16 @@ def build_parts(
         state = RunState(
             *(progress, actor, critic, learner, tasks, scheduler, scorer, guard), store.reference_dir
         )
-        run_id = store.resume(state, progress, config, plan.specs, guard)
+        run_id = store.resume(state, config, plan.specs)
         if plan.trained and (guard is None or store.has_other_guard):
             scheduler.set_factors({})  # those of the checkpoint's guard
         push_weights(engine, actor)
         trackers = build_trackers(plan, guard, run_id, track=track)
-        stages = sampling_stages(
-            actor,
-            engine,
-            scorer,
-            tasks,
-            seed=config.seed,
-            quorum=config.batch.quorum,
-            worlds=worlds,
-            on_progress=trackers.log_progress,
+        told, seed = trackers.log_progress, config.seed
+        stages_of = partial(
+            sampling_stages, actor, engine, scorer, tasks, seed=seed, worlds=worlds, on_progress=told
         )
+        stages = stages_of(quorum=config.batch.quorum)
         advantages, update = AdvantageStage(credit, tasks), UpdateStage(learner)
         flow = DataFlow([*stages, advantages, update])
         for stage, after in inserted:
@@ -201,17 +197,8 @@ def build_parts(
         )
         closing.callback(experience.close)
         closing.callback(scorer.close)  # closed before the source, which may wait for it
-        evaluator = Evaluator(
-            actor,
-            engine,
-            scorer,
-            tasks,
-            config.seed,
-            config.eval.temperature,
-            backend,
-            worlds=worlds,
-            on_progress=trackers.log_progress,
-        )
+        meter = TextMeter(backend=backend, actor=actor, engine=engine, tasks=tasks, seed=seed)
+        evaluator = Evaluator(actor, engine, scorer, tasks, config.eval.temperature, meter, stages_of)
         supervisor = Supervisor(
             config=config,
             progress=progress,
@@ -222,7 +209,6 @@ def build_parts(
             engine=engine,
             tasks=tasks,
             scheduler=scheduler,
-            guard=guard,
             evaluator=evaluator,
             experience=experience,
         )

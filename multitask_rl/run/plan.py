@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
@@ -18,13 +16,15 @@ from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
-from multitask_rl.config.tasks_file import load_tasks, parse_tasks, validate_tasks
+from multitask_rl.config.tasks_file import load_tasks, need_datasets, parse_tasks
 from multitask_rl.constraints.satisfaction import constraint_warnings
+from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.pooled_stream import check_curriculum
 from multitask_rl.data.readers import ReportedRows, Row, StreamedRows
 from multitask_rl.data.render import check_rows, check_split
 from multitask_rl.data.rows import fingerprint, load_both
 from multitask_rl.errors import ConfigError, DataError, MissingExtraError, path_errors, require_extra
+from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import check_attention
 from multitask_rl.plugins import (
     GUARDS,
@@ -42,10 +42,6 @@ from multitask_rl.run.learnable import check_learnable, learnable_warnings
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.step.task_state import build_algorithms, run_sampling
 from multitask_rl.training.backend import TrainingBackend
-
-if TYPE_CHECKING:
-    from multitask_rl.data import TaskDataLoader
-    from multitask_rl.guard.base import Guard
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +174,8 @@ def plan_run(
     for key, group, name in named:
         check_entry_point(Where(path=(key,)), group, name)
     specs = load_specs(config)
-    validate_tasks(specs, need_data=dataloader is None)
+    if dataloader is None:
+        need_datasets(specs)
     devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
     check_attention(config.model, devices.get("actor", ""))
     if config.model.lora.rank:
@@ -239,8 +236,6 @@ def plan_run(
         probe = plan.output_dir / ".write_probe"
         probe.write_text("")
         probe.unlink()
-        if not os.access(plan.output_dir, os.W_OK):
-            raise PermissionError
     return plan
 
 

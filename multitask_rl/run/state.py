@@ -71,8 +71,8 @@ class RunState:
         guard: Guard | None,
         reference_dir: Path,
     ) -> None:
-        self.actor, self._reference_dir = actor, reference_dir
-        self._progress, self._critic, self._learner, self._tasks = progress, critic, learner, tasks
+        self.actor, self.guard, self._reference_dir = actor, guard, reference_dir
+        self.progress, self._critic, self._learner, self._tasks = progress, critic, learner, tasks
 
         def load_scorer(state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
             scorer.load_state_dict({renamed.get(task, task): own for task, own in state.items()})
@@ -176,17 +176,17 @@ class RunState:
 
     def _counters(self) -> dict[str, Any]:
         return {
-            "step": self._progress.step,
+            "step": self.progress.step,
             "policy_version": self.actor.policy_version,
-            "evaluated_at": self._progress.evaluated_at,
-            "num_confirmations": self._progress.num_confirmations,
+            "evaluated_at": self.progress.evaluated_at,
+            "num_confirmations": self.progress.num_confirmations,
             "bad_updates": self._learner.bad_updates,
         }
 
     def _load_counters(self, state: Mapping[str, int], _renamed: Mapping[str, str]) -> None:
-        self._progress.step = self._progress.saved_at = state["step"]
-        self._progress.evaluated_at = state["evaluated_at"]
-        self._progress.num_confirmations = state["num_confirmations"]
+        self.progress.step = self.progress.saved_at = state["step"]
+        self.progress.evaluated_at = state["evaluated_at"]
+        self.progress.num_confirmations = state["num_confirmations"]
         self.actor.policy_version = state["policy_version"]
         self._learner.bad_updates = state["bad_updates"]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +25,19 @@ except ImportError:
 
 from multitask_rl.boundary.printable import redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
+from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
-from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
-from multitask_rl.plugins import class_id
+from multitask_rl.plugins import class_id, source_file
 from multitask_rl.records import Event
-from multitask_rl.run.code import PluginCode
 from multitask_rl.run.directory_lock import DirectoryLock
-from multitask_rl.run.state import RunProgress, RunState
+from multitask_rl.run.state import RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
 from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, telling_of_removal
 from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from multitask_rl.config.task import TaskSpec
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +51,34 @@ _FREE = re.compile(
 only one side has comes from another version of this package, and does not count."""
 _ENTRIES = re.compile(r"^tasks\.[^.]+\.(?:rewards|constraints)$")
 """Keys of lists of entries."""
+
+
+class PluginCode:
+    """Files of the plugins that judge and answer: were they edited while the run goes on, or since?"""
+
+    def __init__(self, specs: Mapping[str, TaskSpec]) -> None:
+        self._files: dict[str, dict[str, Path]] = {}
+        for name, spec in specs.items():
+            named = {f"rewards.{r.name}": r.plugin for r in spec.rewards}
+            named |= {f"constraints.{c.name}": c.plugin for c in spec.constraints}
+            named |= {"environment": spec.environment}
+            found = ((what, source_file(reference)) for what, reference in named.items())
+            self._files[name] = {what: file for what, file in found if file is not None}
+        self.versions: dict[str, dict[str, str]] = {name: {} for name in specs}
+        """Task -> plugin -> hash of its file, as it was at the last call of ``edited``."""
+        self.edited()
+
+    def edited(self) -> list[str]:
+        """Return the plugins whose file was edited since the last call: place in the tasks, and file."""
+        found = []
+        for name, files in self._files.items():
+            for what, file in files.items():
+                with suppress(OSError):  # it is being replaced, or was moved: the next call sees what comes
+                    version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
+                    if self.versions[name].setdefault(what, version) != version:
+                        found.append(f"tasks.{name}.{what} ({file.name})")
+                        self.versions[name][what] = version
+        return found
 
 
 class RunStore:
@@ -217,14 +244,7 @@ class RunStore:
                 raise
         return reference
 
-    def resume(
-        self,
-        state: RunState,
-        progress: RunProgress,
-        config: RunConfig,
-        specs: Mapping[str, TaskSpec],
-        guard: Guard | None,
-    ) -> str | None:
+    def resume(self, state: RunState, config: RunConfig, specs: Mapping[str, TaskSpec]) -> str | None:
         """Restore the checkpoint, if any; return the trackers' identity if it belongs to this run.
 
         A run that resumes itself drops its records after the checkpoint; other records are set aside.
@@ -233,7 +253,7 @@ class RunStore:
             ConfigError: the run was made with another model, of the actor or of the critic.
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
-        track, found = self._track, self._found
+        track, found, progress, guard = self._track, self._found, state.progress, state.guard
         self.code = PluginCode(specs)
         if found is None:
             if track:
@@ -277,8 +297,10 @@ class RunStore:
             if original != here and (original / "checkpoints").is_dir():
                 logger.warning("a copy of %s, which still exists: trackers get a new run for it", original)
                 run_id = None
-            # the settings stay changed, though the steps after the checkpoint are undone
-            cut_records(self._output_dir, found.state["records"], keep=_is_change)
+            # events of resumes with other settings stay: so do the settings, though later steps are undone
+            marks = b'"changed"', b'"resumed with other settings'
+            lengths = found.state["records"]
+            cut_records(self._output_dir, lengths, keep=lambda line: all(mark in line for mark in marks))
             self.resumed_at = progress.step
         elif track:
             set_records_aside(self._output_dir)
@@ -340,14 +362,14 @@ class RunStore:
             if (old := own.get(what, new)) != new
         }
 
-    def save(self, entry: CheckpointEntry, state: RunState, guard: Guard | None, run_id: str | None) -> Path:
+    def save(self, entry: CheckpointEntry, state: RunState, run_id: str | None) -> Path:
         """Write a checkpoint, with the lengths of the run's records; return its directory.
 
         Raises:
             CheckpointError: it cannot be written, or a later run of this process has the directory.
         """
         self._check_owned()
-        guard_class = class_id(type(guard))
+        guard_class = class_id(type(state.guard))
         beside = {
             "guard_class": guard_class,
             "run_id": run_id,
@@ -356,7 +378,7 @@ class RunStore:
             "code": self.code.versions,
         }
         return self.checkpoints.save(
-            dataclasses.replace(entry, judged_by=guard_class if guard is not None else ""),
+            dataclasses.replace(entry, judged_by=guard_class if state.guard is not None else ""),
             save_actor=state.actor.save,
             tensors=state.tensors(),
             state={**state.state_dict(), **beside},
@@ -458,11 +480,6 @@ def _is_same(key: str, old: Any, new: Any) -> bool:
             if isinstance(a, dict)
         )
     return bool(old == new)
-
-
-def _is_change(line: bytes) -> bool:
-    """Return whether a line of the records is the event of a resume with other settings."""
-    return b'"changed"' in line and b'"resumed with other settings' in line
 
 
 def _short(value: Any) -> str:

@@ -51,7 +51,6 @@ class Supervisor:
     engine: RolloutEngine
     tasks: Mapping[str, TaskState]
     scheduler: DynamicTaskWeightScheduler
-    guard: Guard | None
     evaluator: Evaluator
     experience: ExperienceSource
     _known: CheckpointEntry = field(init=False, default_factory=lambda: CheckpointEntry(step=-1))
@@ -92,10 +91,10 @@ class Supervisor:
         if judged is not None and not self._conclude(*judged):
             return False
         due = forced or _is_due(step, config.checkpoint.every)
-        if not due and evaluates and self.guard is not None and self._known.judged_good:
+        if not due and evaluates and self.state.guard is not None and self._known.judged_good:
             # with evaluations and checkpoints on different steps, no checkpoint would be judged good
             newest = newest_good(self._checkpoints())
-            reach = max(1, self.guard.rollback_steps // 2)
+            reach = max(1, self.state.guard.rollback_steps // 2)
             age = math.inf if newest is None else step - newest.step
             due = age >= min(config.checkpoint.every or reach, reach)
         # a step saved by an interrupted evaluation is saved again, with the verdict
@@ -140,7 +139,7 @@ class Supervisor:
         known = self._known if self._known.step == step else CheckpointEntry(step=step)
         self.progress.saved_at = step
         with self.experience.giving_back_late_groups():
-            path = self.store.save(known, self.state, self.guard, self.trackers.run_id)
+            path = self.store.save(known, self.state, self.trackers.run_id)
         is_best = known.score is not None and self.store.checkpoints.best() == step
         good = known.judged_good is True
         self.trackers.log_checkpoint(path / "actor", step, is_best=is_best, judged_good=good)
@@ -173,7 +172,7 @@ class Supervisor:
 
         An interruption restores the guard, so that a resumed run evaluates again.
         """
-        guard = self.guard
+        guard = self.state.guard
         before = (guard.state_dict() if guard is not None else {}), self.progress.num_confirmations
         with self.saving_on_failure():
             try:
@@ -216,7 +215,7 @@ class Supervisor:
             means = {n: reward.mean for n, reward in rewards.items()}
             errors = {n: reward.error for n, reward in rewards.items()}
             self.scheduler.calibrate(means, step, errors)
-        guard = self.guard
+        guard = self.state.guard
         if decision is None or guard is None:
             self._known.judged_good = self._former_verdict
             return True

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
@@ -79,12 +79,6 @@ class RewardPool:
         """Find, check and build every plugin, start workers; an unusable one raises as ``find_plugin``."""
         plans: list[tuple[TaskSpec, RewardSpec | ConstraintSpec, PluginPlan]] = []
         for task in self._specs.values():
-            where = task.where
-            for kind, named in (("rewards", task.rewards), ("constraints", task.constraints)):
-                names = Counter(spec.name for spec in named)
-                if twice := [name for name, count in names.items() if count > 1]:
-                    message = f"{twice[0]!r} is there twice; give each a 'name' of its own"
-                    raise ConfigError(f"{where}.{kind}: {message}")
             for specs in (task.rewards, task.judged):
                 for index, spec in enumerate(cast(list[RewardSpec | ConstraintSpec], specs)):
                     plan = plan_plugin(task, spec, index, seed=self._seed, devices=self._devices)

@@ -1,4 +1,4 @@
-"""The trainer's side of one worker process: start, talk, kill; its output, and the form of its results."""
+"""The trainer's side of one worker process: start, talk, kill; its output."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import multitask_rl.records as records
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.records import Rollout
 from multitask_rl.scoring.grader import PluginFacts, PluginPlan
 from multitask_rl.scoring.results import Result
 
@@ -49,30 +48,6 @@ class Progress:
         """Return the index of the rollout of ``call`` that was begun last; 0 = none yet."""
         noted, index = _PROGRESS.unpack_from(self._memory, 0)
         return int(index) if noted == call else 0
-
-
-def encode(result: Result) -> tuple[Any, ...]:
-    """Return ``result`` as a tuple of plain values, which pickles three times faster."""
-    if isinstance(result, records.Score):
-        return ("s", result.value, dict(result.components), result.answer)
-    if isinstance(result, records.NotApplicable):
-        return ("n",)
-    if isinstance(result, records.Verdict):
-        return ("v", result.cost, result.violated, result.reason, result.applicable, result.turn)
-    return ("f", result.kind.value, result.message, result.source)
-
-
-def decode(parts: tuple[Any, ...]) -> Result:
-    """Return the result that ``encode`` turned into ``parts``."""
-    tag = parts[0]
-    if tag == "s":
-        return records.Score(value=parts[1], components=parts[2], answer=parts[3])
-    if tag == "n":
-        return records.NOT_APPLICABLE
-    if tag == "v":
-        cost, violated, reason, applicable, turn = parts[1:]
-        return records.Verdict(cost=cost, violated=violated, reason=reason, applicable=applicable, turn=turn)
-    return records.Failure(kind=records.FailureKind(parts[1]), message=parts[2], source=parts[3])
 
 
 class PluginOutput:
@@ -200,7 +175,7 @@ class WorkerProcess:
         self._text_only = facts.text_only
         return facts
 
-    def submit(self, rollouts: Sequence[records.Rollout], failed_calls: Sequence[int], *, each: bool) -> None:
+    def submit(self, rollouts: Sequence[Rollout], failed_calls: Sequence[int], *, each: bool) -> None:
         """Begin a call; ``each``: rollout by rollout, results sent as they come.
 
         ``failed_calls``: how many calls for each rollout have failed.
@@ -226,8 +201,9 @@ class WorkerProcess:
 
     def results(self, deadline: float) -> list[Result]:
         """Return the next results of the call; ``TimeoutError`` at ``deadline`` (``time.monotonic()``)."""
+        results: list[Result]
         try:
-            call, encoded = self._channel.receive(deadline)
+            call, results = self._channel.receive(deadline)
         except TimeoutError:
             raise
         except (EOFError, OSError) as error:
@@ -235,7 +211,7 @@ class WorkerProcess:
         if call != self._calls:  # the plugin itself writes to the socket
             self.terminate()
             raise self._died()
-        return [decode(parts) for parts in encoded]
+        return results
 
     def at(self) -> int:
         """Return the index of the rollout being scored in the call under way (with ``each``)."""

@@ -13,14 +13,13 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.lazy import without_collector
 from multitask_rl.scoring.grader import PluginPlan
-from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress, encode
-from multitask_rl.scoring.results import is_out_of_memory
+from multitask_rl.scoring.process import OUT_OF_MEMORY, Progress
+from multitask_rl.scoring.results import Result, is_out_of_memory
 from multitask_rl.seeding import derive_seed, seed_generators
 
 FLUSH_S = 0.003
@@ -85,7 +84,7 @@ def _serve(channel: Channel, progress: Progress) -> None:
     while True:
         call, each, rollouts, failed_calls = channel.receive()
         size = 1 if each else len(rollouts)
-        results: list[tuple[Any, ...]] = []
+        results: list[Result] = []
         sent = time.monotonic()
         for start in range(0, len(rollouts), size):
             progress.set(call, start)
@@ -96,7 +95,7 @@ def _serve(channel: Channel, progress: Progress) -> None:
             end_fork()
             if any(map(is_out_of_memory, graded)):
                 os._exit(OUT_OF_MEMORY)
-            results += map(encode, graded)
+            results += graded
             now = time.monotonic()
             if now - sent >= FLUSH_S or start + size >= len(rollouts):
                 channel.send((call, results))

@@ -113,7 +113,7 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
 
     Other metrics (``length``) have no hash here. ``TextMeter`` adds one for ``loss`` and ``kl`` of an anchor
     with rewards. Every hash covers the environment and its limits. A text that begins as a path counts by its
-    last name, because the same run may lie in another directory. Not covered: changed code (``run/code.py``
+    last name, because the same run may lie in another directory. Not covered: changed code (``run/store.py``
     reports it), and constraints that reject responses, although they change what a reward is given.
     """
 
@@ -131,7 +131,8 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     scores = {r.name: [r.plugin, r.config, r.overrun, *([r.range] if r.range else [])] for r in spec.rewards}
     weighed = [[*scores[r.name], r.weight] for r in spec.rewards if r.weight]
     rejected: list[list[Any]] = [["rejected", spec.algorithm_config.get("rejected_reward")]]
-    if any(c.mode == "reject" for c in spec.judged) and _trains_rejected(spec):
+    rejects = any(c.mode == "reject" for c in spec.judged)
+    if rejects and load_plugin(ALGORITHMS, spec.type, expects="loss").trains_rejected:
         rejected.append(["trained on"])
     found = {f"reward/{name}": digest(own) for name, own in scores.items()}
     found["reward_mean"] = digest(*(weighed + penalties + rejected if spec.rewards else judges))
@@ -147,10 +148,6 @@ def definitions(spec: TaskSpec) -> dict[str, str]:
     found[""] = digest([spec.primary_metric, primary])
     found["solved"] = digest([found[""], spec.solved_at, spec.higher_is_better])
     return found
-
-
-def _trains_rejected(spec: TaskSpec) -> bool:
-    return bool(load_plugin(ALGORITHMS, spec.type, expects="loss").trains_rejected)
 
 
 def definition_of(hashes: Mapping[str, str], metric: str = "") -> str:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from multitask_rl.constraints.satisfaction import constraint_metrics
-from multitask_rl.environments.pool import WorldPool
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import TaskEvaluation
@@ -16,10 +15,9 @@ from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.scoring.stats import ScoreTally
 from multitask_rl.statistics.definitions import SAMPLING, definitions, sampling_hash
 from multitask_rl.step.flow import DataFlow
-from multitask_rl.step.stages import Progress, sampling_stages
+from multitask_rl.step.stages import SamplingStages
 from multitask_rl.step.task_state import TaskState, render_rows
 from multitask_rl.step.texts import TextMeter
-from multitask_rl.training.backend import TrainingBackend
 
 
 @dataclass
@@ -34,12 +32,10 @@ class Evaluator:
     engine: RolloutEngine
     scorer: RunScorer
     tasks: Mapping[str, TaskState]
-    seed: int
     temperature: float
-    backend: TrainingBackend
-    """Has the initial weights and the teachers, for anchors and tasks without rewards."""
-    worlds: WorldPool | None = None
-    on_progress: Progress | None = None
+    meter: TextMeter
+    stages: Callable[..., SamplingStages]
+    """``sampling_stages`` of the run; lacks what is of one evaluation."""
     tally: ScoreTally = field(init=False, default_factory=ScoreTally)
     """Counts of scored records by task; the trainer adds those of its steps."""
 
@@ -59,18 +55,8 @@ class Evaluator:
             RewardError: a task's error budget is spent; with ``must_score``, it has no scored sample.
         """
         names = list(self.tasks if tasks is None else tasks)
-        stages = sampling_stages(
-            self.actor,
-            self.engine,
-            self.scorer,
-            self.tasks,
-            seed=self.seed,
-            purpose=purpose,
-            group_sizes={name: self.tasks[name].spec.eval_samples for name in names},
-            temperature=self.temperature,
-            worlds=self.worlds,
-            on_progress=self.on_progress,
-        )
+        sizes = {name: self.tasks[name].spec.eval_samples for name in names}
+        stages = self.stages(purpose=purpose, group_sizes=sizes, temperature=self.temperature)
         scored_names = [n for n in names if self.tasks[n].spec.is_scored]
         prompts = [
             p for n in scored_names for p in render_rows(self.tasks[n], self.tasks[n].eval_rows, self.actor)
@@ -84,9 +70,6 @@ class Evaluator:
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own
         if must_score:
             self.tally.check()
-        meter = TextMeter(
-            backend=self.backend, actor=self.actor, engine=self.engine, tasks=self.tasks, seed=self.seed
-        )
         version = self.engine.policy_version
         found: dict[str, TaskEvaluation] = {}
         for name in names:
@@ -106,5 +89,5 @@ class Evaluator:
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},
             )
             if task.spec.kind == "anchor" or not task.spec.is_scored:
-                found[name] = meter.measure(name, found[name], purpose)
+                found[name] = self.meter.measure(name, found[name], purpose)
         return found

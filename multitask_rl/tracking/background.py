@@ -16,6 +16,8 @@ from multitask_rl.lazy import without_collector
 _LOG = logging.getLogger(__name__)
 MAX_PER_BATCH = 1000
 """Points that one write takes."""
+_REST_S = 60.0
+"""Between two tries of a server that refuses."""
 _LONGEST, _GROWS_S = 4.0, 300.0
 """Largest factor on the time that points wait; seconds in which the factor grows by 1."""
 
@@ -30,12 +32,11 @@ class BackgroundWriter(threading.Thread):
         gather_s: most seconds that points wait for others: one large write costs less than many small ones.
             It grows to four times as much in a quarter of an hour.
         max_queued: most calls and lists of points that wait.
-        max_failures: after so many failures in a row, one write is tried every ``rest_s`` seconds and the
+        max_failures: after so many failures in a row, one write a minute is tried and the
             others are lost; None = all are tried.
-        rest_s: seconds between these tries.
         is_local: writes take milliseconds; garbage collection, which takes longer, waits for their end.
         opens: connects to the server. It is called before each write until it succeeds, first after
-            ``rest_s`` seconds or ``try_again``. Writes before its success are lost.
+            a minute or ``try_again``. Writes before its success are lost.
     """
 
     def __init__(
@@ -47,7 +48,6 @@ class BackgroundWriter(threading.Thread):
         gather_s: float = 0.0,
         max_queued: int = 10_000,
         max_failures: int | None = 5,
-        rest_s: float = 60.0,
         is_local: bool = False,
         opens: Callable[[], None] | None = None,
     ) -> None:
@@ -59,8 +59,7 @@ class BackgroundWriter(threading.Thread):
         self.num_failed = 0
         """Points and calls that were lost."""
         self._num_failed_in_row = 0
-        self._rest_s = rest_s
-        self._resting_until_s = 0.0 if opens is None else time.monotonic() + rest_s
+        self._resting_until_s = 0.0 if opens is None else time.monotonic() + _REST_S
 
     def put(self, item: Callable[[], None] | list[Any]) -> None:
         """Queue a call or points; never blocks: a full queue (a server that hangs) loses the item."""
@@ -126,7 +125,7 @@ class BackgroundWriter(threading.Thread):
             self.num_failed += size
             self._num_failed_in_row += 1
             if self._max_failures is not None and self._num_failed_in_row >= self._max_failures:
-                self._resting_until_s = time.monotonic() + self._rest_s
+                self._resting_until_s = time.monotonic() + _REST_S
                 if self._num_failed_in_row == self._max_failures:
                     text = "%s refused %d writes in a row; one is tried every %.0f s from here on"
-                    _LOG.warning(text, self.name, self._max_failures, self._rest_s)
+                    _LOG.warning(text, self.name, self._max_failures, _REST_S)

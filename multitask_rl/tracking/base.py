@@ -22,7 +22,6 @@ from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
 SAMPLES_EVERY_S = 60.0
 """Seconds between the samples that a tracker with pages of its own gets."""
-SAMPLE_COLUMNS = ["step", "task", "prompt", "response", "reward"]
 TO_ACT_ON = ("alarm", "failed", "hacking", "rollback", "starved", "stop")
 """Kinds of events that a person should act on."""
 ALARM_KINDS = ("warn", *TO_ACT_ON)
@@ -41,14 +40,6 @@ def best_and_worst(scored: Sequence[Scored]) -> list[Scored]:
         items.sort(key=lambda item: -math.inf if item.reward is None else item.reward)
         found += items[:: max(1, len(items) - 1)][:2]
     return found
-
-
-def sample_rows(scored: Sequence[Scored], step: int) -> list[list[Any]]:
-    """Return a row of ``SAMPLE_COLUMNS`` for the best and the worst rollout of each task."""
-    return [
-        [step, item.rollout.prompt.task, item.rollout.prompt.text, item.rollout.response, item.reward]
-        for item in best_and_worst(scored)
-    ]
 
 
 class Tracker:
@@ -132,8 +123,10 @@ class PageTracker(Tracker):
         is_early = time.monotonic() - self._sampled_s < SAMPLES_EVERY_S
         if self._run is not None and step > self._is_there and not is_early:
             self._sampled_s = time.monotonic()
-            table = self._table(columns=SAMPLE_COLUMNS, data=sample_rows(scored, step))
-            self._log({"samples": table}, step)
+            columns = ["step", "task", "prompt", "response", "reward"]
+            some = [(item.rollout, item.reward) for item in best_and_worst(scored)]
+            rows = [[step, r.task, r.prompt.text, r.response, reward] for r, reward in some]
+            self._log({"samples": self._table(columns=columns, data=rows)}, step)
 
     def _log(self, values: Mapping[str, Any], step: int) -> None:
         raise NotImplementedError

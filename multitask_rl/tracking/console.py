@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -143,7 +144,9 @@ class ConsoleTracker(Tracker):
         """Show the held-out value of each task, with half the width of its 95 % interval."""
         self._work = ""
         for name, evaluation in evaluations.items():
-            self._tasks.setdefault(name, _TaskView()).hear(evaluation)
+            view = self._tasks.setdefault(name, _TaskView())
+            view.held_out.append(evaluation.primary.mean)
+            view.half_width = 1.96 * evaluation.primary.error
         if self._mode == "json":
             held_out = {n: [e.primary.mean, e.primary.error, e.primary.n] for n, e in evaluations.items()}
             self._write_json(step, {"held_out": held_out})
@@ -357,17 +360,13 @@ class _NotebookCell:
             self._handle.update(html)
 
 
+@dataclass(slots=True)
 class _TaskView:
     """What the console knows of a task."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[str, float] = {}
-        self.held_out: deque[float] = deque(maxlen=8)
-        self.half_width = math.nan
-
-    def hear(self, evaluation: TaskEvaluation) -> None:
-        self.held_out.append(evaluation.primary.mean)
-        self.half_width = 1.96 * evaluation.primary.error
+    numbers: dict[str, float] = field(default_factory=dict)
+    held_out: deque[float] = field(default_factory=lambda: deque(maxlen=8))
+    half_width: float = math.nan
 
 
 def _cells(

@@ -582,8 +582,6 @@ class MLflowTracker(Tracker):
 
     def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
         """Queue data sets that the run lacks as its inputs: source, number of rows, hash."""
-        if self._worker is None:
-            return
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         inputs = [
@@ -611,7 +609,7 @@ class MLflowTracker(Tracker):
     def log_checkpoint(self, actor: Path, step: int, *, is_best: bool, judged_good: bool) -> None:
         """Queue a version of the run's registered model, if the weights are the best or judged good."""
         aliases = [a for a, holds in (("best", is_best), ("last_good", judged_good)) if holds]
-        if self._worker is not None and aliases:
+        if aliases:
             self._offer("models", partial(self._send_model, actor.resolve(), step, aliases))
 
     def _send_model(self, actor: Path, step: int, aliases: Sequence[str]) -> None:

@@ -31,6 +31,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
+from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError, with_notes
 from multitask_rl.guard.base import Guard
 from multitask_rl.lazy import lazy_names
@@ -70,8 +71,6 @@ from multitask_rl.training.optimizer import schedule_factor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from multitask_rl.data import TaskDataLoader
 
 __all__ = ["Trainer"]
 

@@ -14,10 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from multitask_rl.config.schema.located_yaml import Where, check_plain
-from multitask_rl.config.schema.ranges import check_value, field_hints, suggest, unknown_name
+from multitask_rl.config.schema.ranges import check_value, field_hints, unknown_name
 from multitask_rl.errors import ConfigError
-
-__all__ = ["build_dataclass", "build_parts", "check_keys", "setting_fields", "suggest", "unknown_name"]
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ import yaml
 
 from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
-from multitask_rl.config.tasks_file import fill_weights, load_tasks, parse_tasks, validate_tasks
+from multitask_rl.config.tasks_file import fill_weights, load_tasks, need_datasets, parse_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.records import SamplingParams
@@ -91,7 +91,7 @@ def test_every_key_of_a_task_is_read(tmp_path: Path) -> None:
     assert isinstance(task.weight, float)
     default = SamplingParams(max_new_tokens=99, temperature=1.0)
     assert task.sampling_params(default) == SamplingParams(max_new_tokens=99, temperature=0.7, stop=("\n",))
-    validate_tasks({"math": task}, need_data=True)
+    need_datasets({"math": task})
 
 
 @pytest.mark.parametrize("prefix", ["", "trl:", "verl:"])
@@ -107,12 +107,11 @@ def test_a_module_of_the_working_directory_has_rewards(
     """The path of a console script does not have the working directory."""
     (tmp_path / "rewards_of_mine.py").write_text("def f(response): ...\n")
     monkeypatch.chdir(tmp_path)
-    tasks = load_tasks(write(tmp_path, "tasks: {m: {rewards: ['rewards_of_mine:f']}}"))
-    validate_tasks(tasks, need_data=False)
-    assert tasks["m"].rewards[0].plugin == "rewards_of_mine:f"
+    path = write(tmp_path, "tasks: {m: {rewards: ['rewards_of_mine:f']}}")
+    assert load_tasks(path)["m"].rewards[0].plugin == "rewards_of_mine:f"
     (tmp_path / "rewards_of_mine.py").unlink()
     with pytest.raises(ConfigError, match="no module 'rewards_of_mine'"):
-        validate_tasks(tasks, need_data=False)
+        load_tasks(path)
 
 
 def test_a_file_of_an_algorithm_or_a_task_is_looked_for_beside_the_tasks_file(
@@ -164,7 +163,6 @@ def test_overrides_merge_into_the_file_and_can_add_a_task(tmp_path: Path) -> Non
     assert tasks["a"].weight == 2.0
     assert tasks["a"].rewards[0].config == {"timeout": 10, "tests": 1}
     assert list(tasks) == ["a", "b"]
-    assert list(load_tasks("", {"b": {"rewards": ["math_answer"]}})) == ["b"]
 
 
 OK = "rewards: [math_answer]"
@@ -317,7 +315,7 @@ def test_missing_file_and_undecodable_file_are_config_errors(tmp_path: Path) -> 
 def test_data_set_is_demanded_only_when_a_run_is_about_to_start() -> None:
     tasks = load_tasks(REFERENCE)
     with pytest.raises(ConfigError, match="has no data set"):
-        validate_tasks(tasks, need_data=True)
+        need_datasets(tasks)
 
 
 def test_a_missing_weight_in_a_tasks_file_is_one(tmp_path: Path) -> None:

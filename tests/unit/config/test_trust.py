@@ -17,7 +17,6 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.records import Score, Scored
 from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.testing import make_rollout
-from multitask_rl.testing.listing import Description
 from multitask_rl.tracking.jsonl import dump_line, scored_to_dict
 
 CODE = """
@@ -254,7 +253,7 @@ def test_what_files_and_packages_say_is_printable(
         primary=primary, metric="d\x1b[2J", num_failed=0, num_samples=1, metrics={}
     )
     print(Evaluations({"math": evaluation}))
-    described = Description(summary="b\x1b[2J", needs=("c\x1b[2J",))
+    described = "b\x1b[2J [reads c\x1b[2J]"
     monkeypatch.setattr("multitask_rl.cli.plugins.describe", lambda info: described)
     assert main(["plugins", "list", "rewards"]) == 0
     told = capsys.readouterr().out

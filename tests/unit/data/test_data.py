@@ -129,7 +129,7 @@ def test_rows_are_not_both_trained_on_and_held_out(tmp_path: Path) -> None:
     assert ids(load_rows(spec(path, eval_split="train", eval_dataset=other), "train")) == ["train"]
     assert len(load_rows(spec(path, eval_split="train", evaluation_only=True), "eval")) == 1
     with pytest.raises(ConfigError, match="'dev' is the split that is trained"):
-        get_dataloader(path, split="dev").load(spec(eval_split="dev"), "train")
+        get_dataloader(path, split="dev").load_both(spec(eval_split="dev"))
 
 
 def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) -> None:
@@ -142,8 +142,9 @@ def test_eval_dataset_is_used_whole_and_frees_all_training_rows(tmp_path: Path) 
     assert len(load_rows(named, "train")) == 100, "the split of the other data set"
     loader = get_dataloader(multi_task_file(tmp_path))
     alone = spec(eval_dataset=test)
-    assert len(loader.load(alone, "train")) == 50
-    assert ids(loader.load(alone, "eval")) == ["t"], "its training rows are given in Python"
+    train, held_out = loader.load_both(alone)
+    assert len(train) == 50
+    assert ids(held_out) == ["t"], "its training rows are given in Python"
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_dataloader_holds_rows_by_task_and_weights_as_given(tmp_path: Path) -> N
     loader = get_dataloader(dataset_path=multi_task_file(tmp_path), task_weights={"math": 3.0}, batch_size=4)
     assert loader.tasks == ["code", "math"]
     assert (loader.batch_size, loader.weights) == (4, {"math": 3.0})
-    train, held_out = loader.load(spec(), "train"), loader.load(spec(), "eval")
+    train, held_out = loader.load_both(spec())
     assert sorted(ids([*train, *held_out])) == sorted(f"r{i}" for i in range(1, 100, 2))
 
 
@@ -463,7 +464,7 @@ def test_dataloader_refuses_what_does_not_fit(tmp_path: Path) -> None:
         loader.check_tasks(["code", "maths"])
     loader.check_tasks(["code", "math", "more"])
     with pytest.raises(DataError, match=r"'more' has no data"):
-        loader.load(spec(name="more"), "train")
+        loader.load_both(spec(name="more"))
     with pytest.raises(ConfigError, match="unknown task 'mth'"):
         get_dataloader(path, {"mth": 1.0})
     with pytest.raises(ConfigError, match="batch_size"):

@@ -105,7 +105,7 @@ def test_held_out_rows_of_one_split_are_never_trained_on() -> None:
     data = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{i}>"} for i in range(SIZE)))
     loader = get_dataloader(data.map(lambda row: {"task": "t"}))
     spec = TaskSpec(name="t")
-    train, held_out = loader.load(spec, "train"), loader.load(spec, "eval")
+    train, held_out = loader.load_both(spec)
     assert isinstance(train, StreamedRows)
     apart = {row["prompt"] for row in held_out}
     assert 50 < len(apart) < 150, "a tenth of the first rows"
@@ -123,7 +123,7 @@ def test_tasks_of_one_stream_get_their_own_rows() -> None:
     assert loader.tasks == ["a", "b"]
     streams = []
     for name in loader.tasks:
-        rows = loader.load(TaskSpec(name=name), "train")
+        rows, _ = loader.load_both(TaskSpec(name=name))
         assert isinstance(rows, StreamedRows)
         streams.append(StreamedPrompts(rows, task=name, seed=0))
     for _ in range(30):  # one after the other, each from its own place

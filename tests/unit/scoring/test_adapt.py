@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
 from multitask_rl.scoring.adapt import find_plugin, resolve_reward
 from multitask_rl.scoring.grader import Grader
-from multitask_rl.scoring.process import decode, encode
 from multitask_rl.testing.builders import make_rollout
 
 FOREIGN = Path(__file__).parents[2] / "fixtures" / "foreign_rewards"
@@ -137,7 +137,7 @@ def test_results_are_read_strictly(tmp_path: Path, expression: str, expected: An
     if isinstance(expected, str):
         expected = Failure(kind=FailureKind.grader, message=expected, source="r")
     assert result == expected
-    assert decode(encode(result)) == expected
+    assert pickle.loads(pickle.dumps(result)) == expected
 
 
 def test_plain_function_as_a_constraint(tmp_path: Path) -> None:

@@ -651,8 +651,6 @@ def test_a_plugin_that_cannot_be_used_stops_the_start_and_leaves_nothing(plugin_
         ConfigError, match=r"tasks\.t\.rewards\[1\]\.config.*unknown key 'modle'; did you mean 'model'"
     ):
         start(f"{plugin_file}:InProcess", config={"modle": "x"})
-    with pytest.raises(ConfigError, match="'good' is there twice"):
-        start(f"{plugin_file}:length", name="good")
     assert children() == before
 
 
