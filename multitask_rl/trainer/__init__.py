@@ -32,7 +32,7 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError, with_notes
-from multitask_rl.guard.base import Guard
+from multitask_rl.guard.base import Guard, checked_factor
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, default_device, load_actor, make_actor
 from multitask_rl.records import Event, TaskEvaluation
@@ -351,7 +351,7 @@ class Trainer:
         supervisor.note(observe_groups(report, self.tasks))
         factor = schedule_factor(self.config.optimizer, step, self.config.max_steps)
         if self.guard is not None:
-            factor *= self.guard.lr_factor(step)
+            factor *= checked_factor(self.guard, self.guard.lr_factor(step))
         parts.update.prepare(step, report.shares, factor, compare=self.scheduler.compares_gradients(step))
         parts.learning(experience.kept, note=partial(timeline.add, step=step))
         update = parts.update.report

@@ -288,6 +288,23 @@ def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) ->
         Trackers(tmp_path, TrackingConfig(trackers=["aim"]), None)
 
 
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        (
+            "def __init__(self): pass",
+            "TypeError: .*unexpected keyword .*; it is called as",
+        ),
+        ("def __init__(self, **_): raise OSError('no server')", "OSError: no server"),
+    ],
+)
+def test_a_tracker_that_cannot_be_built_is_told_by_its_name(tmp_path: Path, init: str, told: str) -> None:
+    (tmp_path / "own.py").write_text(f"class T:\n    {init}\n    def log_metrics(self, *_): pass\n")
+    name = f"{tmp_path / 'own.py'}:T"
+    with pytest.raises(PluginError, match=rf"^tracking\.trackers: .*own\.py:T' cannot be built: {told}"):
+        Trackers(tmp_path, TrackingConfig(trackers=[name]), None)
+
+
 def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
