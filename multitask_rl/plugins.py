@@ -253,6 +253,17 @@ def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     return build_dataclass(config_class, config, Where(path=(where,)))
 
 
+def check_config_extends(cls: type, where: str) -> None:
+    """Raise ``PluginError`` if ``cls.Config`` lacks the keys that a base class of ``cls`` reads."""
+    for base in cls.__mro__[1:]:
+        wanted = vars(base).get("Config")
+        if isinstance(wanted, type) and not issubclass(cls.Config, wanted):  # type: ignore[attr-defined]
+            raise PluginError(
+                f"{where}: {_label(cls)}.Config has to extend {_label(wanted)}, whose keys {base.__name__} "
+                "reads"
+            )
+
+
 def is_importable(module: str) -> bool:
     """Whether the package of ``module`` is installed or in the working directory; nothing is imported."""
     package = module.partition(".")[0]
@@ -315,6 +326,8 @@ def _import_failure(error: BaseException) -> str:
 
 
 def _label(cls: Any) -> str:
+    if isinstance(cls, type) and cls.__module__.startswith(_PRIVATE):
+        return class_id(cls)
     return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', repr(cls))}"
 
 

@@ -15,11 +15,11 @@ from typing import Any
 from multitask_rl.config.schema.build import build_dataclass, suggest, unknown_name
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Fraction, Settings
-from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
+from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
-from multitask_rl.errors import ConfigError, PluginError
-from multitask_rl.plugins import SCHEDULERS, class_id, load_plugin
+from multitask_rl.errors import ConfigError
+from multitask_rl.plugins import SCHEDULERS, check_config_extends, class_id, load_plugin
 from multitask_rl.records import Event, TaskStats, rename_tasks
 from multitask_rl.seeding import derive_seed
 
@@ -110,11 +110,7 @@ class DynamicTaskWeightScheduler:
             else policy
         )
         self.policy_name = policy if isinstance(policy, str) else policy.__name__
-        if not issubclass(self.policy_class.Config, SchedulerPolicyConfig):
-            raise PluginError(
-                f"scheduler.policy: {self.policy_class.__name__}.Config has to extend "
-                "multitask_rl.curriculum.base.SchedulerPolicyConfig, whose keys every policy has"
-            )
+        check_config_extends(self.policy_class, "scheduler.policy")
         knows_patience = "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}
         if patience is not None and knows_patience:
             policy_config.setdefault("patience", patience)

@@ -28,7 +28,7 @@ from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
 from multitask_rl.plugins import class_id
 from multitask_rl.records import Event
-from multitask_rl.run.code import PluginCode
+from multitask_rl.run.code import RUN, PluginCode, place_of
 from multitask_rl.run.directory_lock import DirectoryLock
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
@@ -234,7 +234,7 @@ class RunStore:
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
         track, found = self._track, self._found
-        self.code = PluginCode(specs)
+        self.code = PluginCode(specs, config)
         if found is None:
             if track:
                 # an unreadable checkpoint would count as the newest of the new run
@@ -333,9 +333,10 @@ class RunStore:
     ) -> dict[str, tuple[str, str]]:
         """Return the plugins whose files differ from those of the checkpoint: key -> (before, now)."""
         return {
-            f"code of tasks.{name}.{what}": (old, new)
+            f"code of {place_of(name, what)}": (old, new)
             for name, versions in self.code.versions.items()
-            for own in [before.get(name) or before.get(specs[name].renamed_from) or {}]
+            for former in [specs[name].renamed_from if name != RUN else name]
+            for own in [before.get(name) or before.get(former) or {}]
             for what, new in versions.items()
             if (old := own.get(what, new)) != new
         }

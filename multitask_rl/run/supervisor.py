@@ -107,8 +107,8 @@ class Supervisor:
         if edited := self.store.code.edited():
             reason = (
                 f"edited while the run goes on: {', '.join(edited)}. New episodes run the new file. A "
-                "reward or constraint runs the old one until its worker is started again. Stop the run and "
-                "resume it, so that all run the new file"
+                "reward or constraint runs the old one until its worker is started again, any other plugin "
+                "until the run is. Stop the run and resume it, so that all run the new file"
             )
             self.note([Event(step=self.progress.step, source="run", kind="changed", reason=reason)])
 

@@ -259,7 +259,7 @@ class Own(SchedulerPolicy):
         patience: int = 3
 """
     (tmp_path / "own.py").write_text(text)
-    with pytest.raises(PluginError, match=r"Own\.Config has to extend .*SchedulerPolicyConfig"):
+    with pytest.raises(PluginError, match=r"own\.py:Own\.Config has to extend .*SchedulerPolicyConfig"):
         DynamicTaskWeightScheduler(policy=f"{tmp_path / 'own.py'}:Own")
 
 

@@ -10,7 +10,7 @@ import pytest
 from multitask_rl.config.run import EvalConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.run.plan import plan_run, reach_warning, scale_warning, training_warnings
 from multitask_rl.step.task_state import build_algorithms
@@ -84,6 +84,17 @@ def test_a_task_that_could_teach_nothing_is_refused(
             check_learnable(specs["t"], algorithm, group_size)
     else:
         check_learnable(specs["t"], algorithm, group_size)
+
+
+def test_a_config_of_an_algorithm_that_lacks_the_keys_of_its_base_is_told(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from multitask_rl.algorithms.grpo import GRPO\n\n\n"
+        "class Own(GRPO):\n    @dataclass\n    class Config:\n        k: int = 1\n"
+    )
+    specs = {"t": TaskSpec(name="t", type=f"{tmp_path / 'own.py'}:Own")}
+    with pytest.raises(PluginError, match=r"own\.py:Own\.Config has to extend .*GRPOConfig, whose keys GRPO"):
+        build_algorithms(specs)
 
 
 @pytest.mark.parametrize(
