@@ -119,7 +119,9 @@ class Trainer:
     ) -> None:
         if isinstance(config, Mapping):
             config = build_dataclass(RunConfig, config, Where("config"))
-        config = config or RunConfig()
+        config = RunConfig() if config is None else config
+        if not isinstance(config, RunConfig):
+            raise ConfigError(f"config: expected a mapping or a RunConfig, got {config!r}")
         if actor is not None and not isinstance(actor, Actor):
             actor = make_actor(actor, tokenizer, config.model, config.seed)
         serve_torchrun_rank()
@@ -410,8 +412,8 @@ class Trainer:
         """Build the parts and resume, once."""
         if self._is_closed:
             raise TrainingError(
-                "this trainer's run has ended, or could not begin; make a new one: Trainer(trainer.actor, "
-                "config=trainer.config) goes on with its weights"
+                "this trainer's run has ended, or could not begin; make a new one as this one was made: with "
+                "trainer.actor as the actor it goes on with its weights"
             )
         if self._parts is None:
             with self._closing_on_error():
@@ -419,6 +421,11 @@ class Trainer:
                     raise ConfigError(
                         f"{self.config.tasks_file or 'tasks'}: every task is evaluation_only; nothing would "
                         "be trained. `multitask-rl eval MODEL tasks.yaml` evaluates them"
+                    )
+                if track and not self.actor.trainable_parameters():
+                    raise ConfigError(
+                        "no parameter of the actor is trainable (requires_grad is False): a run would learn "
+                        "nothing; call model.requires_grad_(True), or leave it True for what is to be trained"
                     )
                 self._parts = build_parts(
                     self.plan,

@@ -1,14 +1,19 @@
 """Front doors on tiny models: what they ask of the trainer, and what they refuse."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from numpy import int64
 
 from model_builders import build_actor, build_model, build_tokenizer
-from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer
+from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer, get_actor_critic
 from multitask_rl.config import get_ppo_default_config
-from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from multitask_rl.curriculum.scheduler import SchedulerConfig
+from multitask_rl.curriculum.uniform import Uniform
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.rollout.hf import HFEngine
 from plain_rewards import digits
@@ -146,6 +151,14 @@ def test_what_is_missing_is_said_before_a_model_loads(
         RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(5)
 
 
+@pytest.mark.parametrize("split", ["train", "test", "train[:8]"])
+def test_few_rows_of_one_split_are_all_trained_on_and_evaluated(tmp_path: Path, split: str) -> None:
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS], split=split)
+    trainer = RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits)
+    with trainer.open(rows) as run:
+        assert [len(part) for part in run.plan.rows["prompts"]] == [8, 8]
+
+
 def test_the_variable_that_cuts_runs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits)
     monkeypatch.setenv("MULTITASK_RL_MAX_STEPS", "few")
@@ -211,6 +224,56 @@ def test_torchrun_keeps_the_devices_that_were_asked_for_in_python(
         found.append(trainer.config.device_map["actor"])
         trainer.close()
     assert found == ["cpu:0-1 sharded", "cpu:0-1"]
+
+
+def test_a_path_is_a_model_and_a_directory_and_a_name_is_no_tokenizer(tmp_path: Path) -> None:
+    build_actor().save(tmp_path / "actor")
+    own = PPOConfig(output_dir=tmp_path / "run", rollout={"response_length": 4})  # type: ignore[arg-type]
+    trainer = RLTrainer(tmp_path / "actor", config=own, reward_fn=digits)
+    with trainer.open(PROMPTS) as run:
+        assert run.config.output_dir == str(tmp_path / "run")
+    assert get_actor_critic(tmp_path / "actor")[0].config.name_or_path == str(tmp_path / "actor")
+    assert RunConfig(output_dir=tmp_path).output_dir == str(tmp_path)  # type: ignore[arg-type]
+    for give in (
+        lambda: RLTrainer(str(tmp_path / "actor"), "gpt2").actor,  # type: ignore[arg-type]
+        lambda: RLTrainer(build_model(), "gpt2").actor,  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer: .*got 'gpt2'; give AutoTokenizer\.from_pretrained"
+        ):
+            give()
+
+
+def test_what_is_saved_into_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = RLTrainer(build_model(), build_tokenizer())
+    with pytest.raises(ConfigError, match=r"save: .*file' is a file; give a directory"):
+        trainer.save(tmp_path / "file")
+    trainer.save(tmp_path / "new" / "trained")
+    assert (tmp_path / "new" / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda: RLTrainer("gpt2", config="run.yaml"), "config: expected a mapping or a PPOConfig, got 'run"),
+        (lambda: Trainer(config="run.yaml"), "config: expected a mapping or a RunConfig, got 'run.yaml'"),
+        (lambda: RLTrainer("gpt2").train(PROMPTS, num_epochs=1.5), "num_epochs must be a whole number >= 1"),
+        (lambda: RunConfig(eval=None), "RunConfig.eval must be of type EvalConfig, got None"),
+        (lambda: BatchConfig(group_size=int64(4)), r"BatchConfig.group_size must be a whole number, got np"),
+        (lambda: SchedulerConfig(policy=Uniform), "SchedulerConfig.policy must be a text, got <class"),
+    ],
+)
+def test_settings_of_another_type_are_told_by_their_name(give: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        give()
+
+
+def test_a_model_of_which_all_is_frozen_is_not_trained_in_silence(tmp_path: Path) -> None:
+    model = build_model().requires_grad_(False)
+    trainer = RLTrainer(model, build_tokenizer(), config=config(tmp_path), reward_fn=digits)
+    with pytest.raises(ConfigError, match=r"no parameter of the actor is trainable .*requires_grad_\(True\)"):
+        trainer.train(PROMPTS)
 
 
 def test_a_name_is_a_model_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
