@@ -155,7 +155,8 @@ class RLTrainer:
             num_prompts = sum(map(len, rows))
             max_length = self.actor.max_length
             run = config.run_config(num_prompts=num_prompts, num_epochs=num_epochs, max_length=max_length)
-            run = replace(run, tasks=given.tasks)
+            model = replace(run.model, name_or_path=self.actor.config.name_or_path)
+            run = replace(run, tasks=given.tasks, model=model)
         if data is not None:
             data.batch_size = run.batch.prompts_per_step
         self.run = Trainer(self.actor, self._critic, data, tasks, config=run, engine=self._engine)

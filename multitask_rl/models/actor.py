@@ -108,7 +108,9 @@ class Actor:
         return {**self.__dict__, "_grammars": None}
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with the engine and the devices set in Python."""
+        """Return ``config`` with the model's name, and the engine and the devices set in Python."""
+        if self.config.name_or_path:
+            config = replace(config, model=replace(config.model, name_or_path=self.config.name_or_path))
         if self.engine:
             keys = config.rollout.engine_config or self.engine_config
             config = replace(config, rollout=replace(config.rollout, engine=self.engine, engine_config=keys))

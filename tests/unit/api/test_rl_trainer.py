@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import Dataset
 from numpy import int64
+from transformers import AutoModelForCausalLM
 
 from model_builders import build_actor, build_model, build_tokenizer
 from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer, get_actor_critic
@@ -242,6 +243,24 @@ def test_a_path_is_a_model_and_a_directory_and_a_name_is_no_tokenizer(tmp_path: 
             ConfigError, match=r"tokenizer: .*got 'gpt2'; give AutoTokenizer\.from_pretrained"
         ):
             give()
+
+
+def test_a_run_records_the_model_that_it_trains_and_is_not_resumed_with_another(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        build_actor().save(tmp_path / name)
+    for given in (
+        str(tmp_path / "one"),
+        build_actor(),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "one"),
+    ):
+        trainer = RLTrainer(given, config=config(tmp_path, output_dir=str(tmp_path / "x")), reward_fn=digits)
+        with trainer.open(PROMPTS) as run:
+            assert run.config.model.name_or_path == trainer.actor.config.name_or_path
+    RLTrainer(tmp_path / "one", config=config(tmp_path), reward_fn=digits).train(PROMPTS)
+    with pytest.raises(
+        ConfigError, match=r"was made with model.name_or_path='.*one', and now it is '.*other'"
+    ):
+        RLTrainer(tmp_path / "other", config=config(tmp_path, max_steps=3), reward_fn=digits).train(PROMPTS)
 
 
 def test_what_is_saved_into_a_file_is_an_error(tmp_path: Path) -> None:
