@@ -235,7 +235,8 @@ def check_task(spec: TaskSpec, where: Where, *, need_data: bool) -> None:
     if need_data and not spec.dataset:
         raise ConfigError(
             f"{where.at('dataset')}: task {name!r} has no data set; give a path, a Hugging Face id, "
-            f"plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python"
+            "plugin:<task> or reasoning_gym:<generator>. Rows that a script gave as objects are not "
+            "recorded: start that script again"
         )
 
 

@@ -396,3 +396,11 @@ def test_the_command_that_goes_on_is_quoted_for_the_shell_and_for_hydra(tmp_path
     tracker.finish("stopped")
     argument = shlex.split(lines.getvalue().splitlines()[-1])[5]
     assert argument == f'output_dir="{tmp_path}/a b"'
+
+
+def test_a_run_of_rows_that_its_script_gives_is_not_sent_to_the_command_line(tmp_path: Path) -> None:
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=(lines := io.StringIO()))
+    tracker.start({"tasks": {"of_a_file": {"dataset": "a.jsonl"}, "of_objects": {"dataset": ""}}})
+    tracker.finish("stopped")
+    told = lines.getvalue().splitlines()[-1]
+    assert told.startswith(f"run stopped; next: the same script with output_dir={tmp_path} begins anew")
