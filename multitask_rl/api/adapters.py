@@ -149,6 +149,8 @@ class VLLMActorModel(Actor):
         Raises:
             MissingExtraError, ConfigError, EngineError: vLLM is not installed, cannot start, or cannot go on.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts: expected a list of texts, got one text; give [text]")
         if self._own_engine is None:
             directory = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="multitask-rl-"))
             config = RolloutConfig(engine="vllm", engine_config=dict(self.engine_config))

@@ -226,6 +226,7 @@ class Trainer:
     def set_task_scheduler(self, scheduler: DynamicTaskWeightScheduler) -> None:
         """Use ``scheduler`` instead of the configured one. Before the run is open."""
         self._check_not_open("set_task_scheduler")
+        _expect(DynamicTaskWeightScheduler, scheduler, "set_task_scheduler")
         self.scheduler = scheduler
 
     def add_guard(self, guard: Guard) -> None:
@@ -235,12 +236,14 @@ class Trainer:
             ConfigError: it watches a metric that no task has, or that has no direction.
         """
         self._check_not_open("add_guard")
+        _expect(Guard, guard, "add_guard")
         self.guard = guard
         bind_controllers(self.plan, self.scheduler, guard, {})
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
         """Insert a stage into the flow of every step, after the stage ``after``. Before the run is open."""
         self._check_not_open("insert_stage")
+        _expect(Stage, stage, "insert_stage")
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
@@ -471,3 +474,8 @@ class Trainer:
             self._is_closed = True
             self.scorer.close()
             raise
+
+
+def _expect(kind: type, given: object, method: str) -> None:
+    if not isinstance(given, kind):
+        raise ConfigError(f"{method}: expected a {kind.__name__}, got {given!r}")

@@ -80,6 +80,26 @@ def test_steps_by_hand_and_stages_of_a_run_that_is_opened(tmp_path: Path) -> Non
         PPORoleUpdater(engine="megatron")
 
 
+def test_an_updater_keeps_the_settings_that_it_is_given(tmp_path: Path) -> None:
+    own = config(tmp_path, hybrid_engine={"overlap": True})
+    updater = PPORoleUpdater(build_actor(), config=own, prompts=PROMPTS, reward_fn=digits)
+    assert updater.trainer.config.rollout.max_staleness == 1
+    updater.close()
+    assert PPORoleUpdater(build_actor(), "vllm", config=own).config.rollout.engine == "vllm"  # type: ignore[union-attr]
+    assert own == config(tmp_path, hybrid_engine={"overlap": True}), "the caller's settings are not changed"
+
+
+def test_parts_of_another_type_are_refused_when_they_are_given(tmp_path: Path) -> None:
+    with RLTrainer(build_actor(), config=config(tmp_path), reward_fn=digits).open(PROMPTS) as run:
+        with pytest.raises(ConfigError, match="expected a DynamicTaskWeightScheduler, got 'uniform'"):
+            run.set_task_scheduler("uniform")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a Guard, got None"):
+            run.add_guard(None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a Stage, got <function"):
+            run.insert_stage(digits, after="rewards")  # type: ignore[arg-type]
+        assert run.train_step().step == 0, "the run goes on as it was"
+
+
 def test_the_nested_settings_become_a_run() -> None:
     settings = get_ppo_default_config()
     settings.update(
