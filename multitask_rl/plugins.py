@@ -97,31 +97,34 @@ class Located:
     """Distribution or module of the object, for messages."""
 
 
-def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[str] | None = None) -> Any:
+def load_plugin(
+    group: str, reference: str, *, expects: type | str | Sequence[str] | None = None, where: str = ""
+) -> Any:
     """Import and return the object that ``reference`` names.
 
     Args:
         group: one of ``GROUPS``; the group of a plain name.
         reference: ``name`` (an entry point), ``package.module:object`` or ``file.py:object``.
         expects: class that the object must inherit from, or attributes it must have (one name, or several).
+        where: the key that names the plugin, for messages.
 
     Raises:
         PluginError: it is unknown, declared twice, cannot be imported, or does not fit ``expects``.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
-    found = locate(reference, group)
+    found, prefix = locate(reference, group, where), f"{where}: " if where else ""
     if isinstance(expects, type):
         if not (isinstance(found.value, type) and issubclass(found.value, expects)):
             raise PluginError(
-                f"{_kind(group)} {reference!r} of {found.owner} (group {group}) does not fit the contract of "
-                f"the group: it has to be a subclass of {_label(expects)}"
+                f"{prefix}{_kind(group)} {reference!r} of {found.owner} (group {group}) does not fit the "
+                f"contract of the group: it has to be a subclass of {_label(expects)}"
             )
         return found.value
     required = [expects] if isinstance(expects, str) else list(expects or ())
     missing = [attribute for attribute in required if not hasattr(found.value, attribute)]
     if missing:
         raise PluginError(
-            f"{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
+            f"{prefix}{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
             f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group. Add "
             "what is missing (docs/write-a-plugin.md)"
         )
@@ -160,7 +163,8 @@ def locate(reference: str, group: str, where: str = "") -> Located:
             close = difflib.get_close_matches(name, public, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             offer = f"{hint} (it has: {', '.join(public) or 'no function or class'})"
-            raise PluginError(f"{prefix}{place!r} has no {name!r}{offer}")
+            found_in = "" if place.endswith(".py") else f" ({vars(module).get('__file__') or 'built in'})"
+            raise PluginError(f"{prefix}{place!r}{found_in} has no {name!r}{offer}")
         value = getattr(value, part)
     file = Path(getattr(module, "__file__", None) or "")
     version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() if file.is_file() else ""

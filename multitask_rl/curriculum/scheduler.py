@@ -105,7 +105,7 @@ class DynamicTaskWeightScheduler:
         self.initial_weights = {task: float(weight) for task, weight in given.items()}
         self.min_weight = SchedulerConfig(min_weight=min_weight).min_weight
         self.policy_class: type[SchedulerPolicy] = (
-            load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"))
+            load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"), where="scheduler.policy")
             if isinstance(policy, str)
             else policy
         )

@@ -177,6 +177,8 @@ def plan_run(
         named.append(("guard.plugin", GUARDS, config.guard.plugin))
     for key, group, name in named:
         check_entry_point(Where(path=(key,)), group, name)
+        if group == TRACKERS and ":" in name:  # the others are loaded below, before a model, too
+            load_plugin(group, name, expects="log_metrics", where=key)
     specs = load_specs(config)
     validate_tasks(specs, need_data=dataloader is None)
     devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
@@ -184,7 +186,7 @@ def plan_run(
     if config.model.lora.rank:
         require_extra("peft", "peft", "model.lora.rank > 0 needs peft")
     backend_class: type[TrainingBackend] = load_plugin(
-        TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend
+        TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend, where="training.backend"
     )
     backend_class.check(config)
     if dataloader is not None:
@@ -199,7 +201,9 @@ def plan_run(
         backend_class=backend_class,
         engine_class=type(engine)
         if engine is not None
-        else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
+        else load_plugin(
+            ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine, where="rollout.engine"
+        ),
         engine=engine,
     )
     if engine is None and config.executor != "ray":

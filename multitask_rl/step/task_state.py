@@ -217,8 +217,10 @@ def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
     """Load and configure each task's algorithm."""
     algorithms: dict[str, Algorithm] = {}
     for name, spec in specs.items():
-        algorithm_class = load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select"))
-        check_config_extends(algorithm_class, f"{spec.where}.type")
+        place = f"{spec.where}.type"
+        expects = ("credit", "loss", "select")
+        algorithm_class = load_plugin(ALGORITHMS, spec.type, expects=expects, where=place)
+        check_config_extends(algorithm_class, place)
         where = f"{spec.where}.algorithm_config"
         algorithms[name] = build_plugin(algorithm_class, spec.algorithm_config, where=where)
     return algorithms

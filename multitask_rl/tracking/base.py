@@ -166,7 +166,7 @@ class Trackers:
         } | dict(further or {})
 
     def _build(self, name: str, config: TrackingConfig) -> Tracker:
-        tracker_class = load_plugin(TRACKERS, name, expects="log_metrics")
+        tracker_class = load_plugin(TRACKERS, name, expects="log_metrics", where="tracking.trackers")
         try:
             built: Tracker = tracker_class(
                 output_dir=self.directory, config=config, run_id=self._identities.get(name)
