@@ -97,31 +97,34 @@ class Located:
     """Distribution or module of the object, for messages."""
 
 
-def load_plugin(group: str, reference: str, *, expects: type | str | Sequence[str] | None = None) -> Any:
+def load_plugin(
+    group: str, reference: str, *, expects: type | str | Sequence[str] | None = None, where: str = ""
+) -> Any:
     """Import and return the object that ``reference`` names.
 
     Args:
         group: one of ``GROUPS``; the group of a plain name.
         reference: ``name`` (an entry point), ``package.module:object`` or ``file.py:object``.
         expects: class that the object must inherit from, or attributes it must have (one name, or several).
+        where: the key that names the plugin, for messages.
 
     Raises:
         PluginError: it is unknown, declared twice, cannot be imported, or does not fit ``expects``.
         MissingExtraError: the plugin needs an optional dependency that is not installed.
     """
-    found = locate(reference, group)
+    found, prefix = locate(reference, group, where), f"{where}: " if where else ""
     if isinstance(expects, type):
         if not (isinstance(found.value, type) and issubclass(found.value, expects)):
             raise PluginError(
-                f"{_kind(group)} {reference!r} of {found.owner} (group {group}) does not fit the contract of "
-                f"the group: it has to be a subclass of {_label(expects)}"
+                f"{prefix}{_kind(group)} {reference!r} of {found.owner} (group {group}) does not fit the "
+                f"contract of the group: it has to be a subclass of {_label(expects)}"
             )
         return found.value
     required = [expects] if isinstance(expects, str) else list(expects or ())
     missing = [attribute for attribute in required if not hasattr(found.value, attribute)]
     if missing:
         raise PluginError(
-            f"{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
+            f"{prefix}{_kind(group)} {reference!r} of {found.owner} (group {group}) has no "
             f"{' and no '.join(repr(m) for m in missing)}: it does not fit the contract of the group. Add "
             "what is missing (docs/write-a-plugin.md)"
         )
@@ -160,7 +163,8 @@ def locate(reference: str, group: str, where: str = "") -> Located:
             close = difflib.get_close_matches(name, public, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             offer = f"{hint} (it has: {', '.join(public) or 'no function or class'})"
-            raise PluginError(f"{prefix}{place!r} has no {name!r}{offer}")
+            found_in = "" if place.endswith(".py") else f" ({vars(module).get('__file__') or 'built in'})"
+            raise PluginError(f"{prefix}{place!r}{found_in} has no {name!r}{offer}")
         value = getattr(value, part)
     file = Path(getattr(module, "__file__", None) or "")
     version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest() if file.is_file() else ""
@@ -253,6 +257,17 @@ def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     return build_dataclass(config_class, config, Where(path=(where,)))
 
 
+def check_config_extends(cls: type, where: str) -> None:
+    """Raise ``PluginError`` if ``cls.Config`` lacks the keys that a base class of ``cls`` reads."""
+    for base in cls.__mro__[1:]:
+        wanted = vars(base).get("Config")
+        if isinstance(wanted, type) and not issubclass(cls.Config, wanted):  # type: ignore[attr-defined]
+            raise PluginError(
+                f"{where}: {_label(cls)}.Config has to extend {_label(wanted)}, whose keys {base.__name__} "
+                "reads"
+            )
+
+
 def is_importable(module: str) -> bool:
     """Whether the package of ``module`` is installed or in the working directory; nothing is imported."""
     package = module.partition(".")[0]
@@ -315,6 +330,8 @@ def _import_failure(error: BaseException) -> str:
 
 
 def _label(cls: Any) -> str:
+    if isinstance(cls, type) and cls.__module__.startswith(_PRIVATE):
+        return class_id(cls)
     return f"{getattr(cls, '__module__', '?')}.{getattr(cls, '__qualname__', repr(cls))}"
 
 

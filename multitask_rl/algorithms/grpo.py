@@ -27,6 +27,7 @@ from multitask_rl.algorithms.policy_loss import policy_loss
 from multitask_rl.algorithms.ragged import broadcast, check_tokens, segment_sum
 from multitask_rl.algorithms.running import RunningScale
 from multitask_rl.config.schema.ranges import OneOf, Positive
+from multitask_rl.errors import PluginError
 
 Normalisation = Annotated[str, OneOf("group", "task", "none")]
 
@@ -102,7 +103,7 @@ class GRPO(Algorithm):
     def credit(self, batch: CreditBatch) -> Credit:
         """Return one advantage per response, given to each of its tokens."""
         check_tokens(batch.lengths, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs)
-        advantages = self.reward_advantages(batch)
+        advantages = _checked(self.reward_advantages(batch), len(batch.rewards))
         metrics = {"reward_scale": self._scales["reward"].value}
 
         def of_cost(own: CreditBatch, index: int) -> Tensor:
@@ -136,3 +137,15 @@ class GRPO(Algorithm):
     def forget(self, redefined: Collection[str]) -> None:
         """Restart the running scales of the signals ``redefined``: ``reward``, ``cost/<constraint>``."""
         self._scales |= {signal: RunningScale() for signal in redefined}
+
+
+def _checked(advantages: object, number: int) -> Tensor:
+    """Return what ``reward_advantages`` of a subclass returned; ``PluginError`` if it is not [B]."""
+    if isinstance(advantages, Tensor) and tuple(advantages.shape) == (number,):
+        return advantages
+    found = f"{advantages!r:.80}"
+    if isinstance(advantages, Tensor):
+        found = f"a tensor of shape {tuple(advantages.shape)}"
+    raise PluginError(
+        f"reward_advantages() returned {found}, expected a tensor [{number}]: one value per response"
+    )

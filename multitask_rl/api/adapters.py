@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def get_actor_critic(
-    model_name: str | PreTrainedModel,
+    model_name: str | Path | PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     use_vllm: bool = False,
@@ -51,6 +51,7 @@ def get_actor_critic(
     """
     serve_torchrun_rank()  # before a model loads: a process of torchrun that is no trainer needs none
     devices = resolve_devices(dict(device_map or {}))
+    model_name = str(model_name) if isinstance(model_name, Path) else model_name
     name = model_name if isinstance(model_name, str) else ""
     try:
         config = ModelConfig(name_or_path=name, **model_config)
@@ -149,6 +150,8 @@ class VLLMActorModel(Actor):
         Raises:
             MissingExtraError, ConfigError, EngineError: vLLM is not installed, cannot start, or cannot go on.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts: expected a list of texts, got one text; give [text]")
         if self._own_engine is None:
             directory = self._closing.enter_context(tempfile.TemporaryDirectory(prefix="multitask-rl-"))
             config = RolloutConfig(engine="vllm", engine_config=dict(self.engine_config))

@@ -87,9 +87,12 @@ class ChunkedGenerator:
             seed: same seed, weights and prompt: same tokens.
 
         Raises:
-            ConfigError: a prompt is empty or leaves no room for a response.
+            ConfigError: one text in place of a list, or a prompt that is empty or leaves no room for a
+                response.
             EngineError: out of memory.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("prompts: expected a list of texts, got one text; give [text]")
         sampling = sampling or SamplingParams()
         requests = []
         for index, prompt in enumerate(prompts):

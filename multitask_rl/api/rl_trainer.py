@@ -15,7 +15,7 @@ from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.data import TaskDataLoader, get_dataloader, rows_of
 from multitask_rl.data.readers import StreamedRows
 from multitask_rl.data.rows import group_rows, load_both
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, path_errors
 from multitask_rl.models.actor import Actor, load_actor, make_actor
 from multitask_rl.rollout.base import RolloutEngine
 from multitask_rl.run.objects import name_objects
@@ -67,7 +67,7 @@ class RLTrainer:
 
     def __init__(
         self,
-        model: PreTrainedModel | Actor | str | None = None,
+        model: PreTrainedModel | Actor | str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         algorithm: str = "ppo",
@@ -79,6 +79,7 @@ class RLTrainer:
         critic: Critic | None = None,
         engine: RolloutEngine | None = None,
     ) -> None:
+        model = str(model) if isinstance(model, Path) else model
         if model is not None and model_name:
             raise ConfigError("give either model or model_name, not both")
         if tasks is not None and reward_fn is not None:
@@ -120,8 +121,8 @@ class RLTrainer:
 
         Arguments and errors are those of ``train``.
         """
-        if num_epochs < 1:
-            raise ConfigError(f"num_epochs must be >= 1, got {num_epochs!r}")
+        if not isinstance(num_epochs, int) or num_epochs < 1:
+            raise ConfigError(f"num_epochs must be a whole number >= 1, got {num_epochs!r}")
         serve_torchrun_rank()
         if prompts is not None and self.tasks is not None:
             raise ConfigError(
@@ -154,7 +155,8 @@ class RLTrainer:
             num_prompts = sum(map(len, rows))
             max_length = self.actor.max_length
             run = config.run_config(num_prompts=num_prompts, num_epochs=num_epochs, max_length=max_length)
-            run = replace(run, tasks=given.tasks)
+            model = replace(run.model, name_or_path=self.actor.config.name_or_path)
+            run = replace(run, tasks=given.tasks, model=model)
         if data is not None:
             data.batch_size = run.batch.prompts_per_step
         self.run = Trainer(self.actor, self._critic, data, tasks, config=run, engine=self._engine)
@@ -176,7 +178,13 @@ class RLTrainer:
             return run.train()
 
     def save(self, directory: str | Path) -> None:
-        """Write the trained model and its tokenizer as a Hugging Face directory."""
+        """Write the trained model and its tokenizer as a Hugging Face directory.
+
+        Raises:
+            ConfigError: ``directory`` cannot be made.
+        """
+        with path_errors("save:", directory, "a directory that can be written"):
+            Path(directory).mkdir(parents=True, exist_ok=True)
         self.actor.save(Path(directory))
 
     def _task_of_prompts(self) -> dict[str, Any]:
@@ -208,7 +216,7 @@ class PPOTrainer(RLTrainer):
 
 
 def _loader_of(prompts: Any) -> TaskDataLoader:
-    """Return the prompts as rows of the task; a tenth is held out of them if they are not few."""
+    """Return the prompts as rows of the task, whatever their split is; few rows are held out as well."""
     tagged = group_rows(rows_of(prompts, "prompts"))
     if len(tagged) > 1:
         raise ConfigError(
@@ -216,6 +224,8 @@ def _loader_of(prompts: Any) -> TaskDataLoader:
             "tasks=... and the rows as data=..."
         )
     splits = dict(next(iter(tagged.values())))
+    if len(splits) == 1 and not isinstance(next(iter(splits.values())), StreamedRows):
+        splits = {"": next(iter(splits.values()))}
     if set(splits) == {""} and len(splits[""]) < FEW:
         splits["validation"] = splits[""]
     return TaskDataLoader(splits={TASK: splits})

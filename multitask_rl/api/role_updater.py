@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from multitask_rl.api.rl_trainer import PPOTrainer
@@ -18,8 +19,10 @@ class PPORoleUpdater(PPOTrainer):
 
     Args:
         model: an actor, a model, or the pair that ``get_actor_critic`` returns; None = ``config.model_name``
-        engine: ``hybrid`` (sample from the weights that are trained; one copy of them) or ``vllm``.
+        engine: ``hybrid`` (the engine of ``config``, which samples from the weights that are trained) or
+            ``vllm``.
         overlap_comm: sample the next batch while this one is learned from and weights are sent (staleness 1).
+            False: as ``config`` says.
         config: as of ``PPOTrainer``.
         prompts: as of ``RLTrainer.train``.
         further: as of ``RLTrainer`` (``reward_fn``, ``tasks``, ``data``, ``tokenizer``).
@@ -45,8 +48,11 @@ class PPORoleUpdater(PPOTrainer):
         super().__init__(config, model=model, **further)
         if isinstance(self.config, RunConfig):
             raise ConfigError("PPORoleUpdater takes a PPOConfig; for a RunConfig call Trainer.train_step")
-        self.config.rollout.engine = "vllm" if engine == "vllm" else "hf"
-        self.config.hybrid_engine.overlap = overlap_comm
+        own = self.config  # of the caller, who may use it again
+        if engine == "vllm":
+            self.config = replace(own, rollout=replace(own.rollout, engine="vllm"))
+        if overlap_comm:
+            self.config = replace(self.config, hybrid_engine=replace(own.hybrid_engine, overlap=True))
         self._prompts = prompts
 
     @property

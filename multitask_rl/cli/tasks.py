@@ -117,7 +117,7 @@ def _check(
     that the first row fills and other rows leave null or "": column -> (number of these rows, one of them).
     """
     where = spec.where
-    algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss")
+    algorithm = load_plugin(ALGORITHMS, spec.type, expects="loss", where=f"{spec.where}.type")
     keys = Where(path=(f"{where}.algorithm_config",))
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)

@@ -137,6 +137,8 @@ class PPOConfig(Settings):
         """Return ``config`` as a ``PPOConfig``; its keys, types and ranges are checked."""
         if isinstance(config, PPOConfig):
             return config
+        if config is not None and not isinstance(config, Mapping):
+            raise ConfigError(f"config: expected a mapping or a PPOConfig, got {config!r}")
         return build_dataclass(cls, config or {}, Where("config"))
 
     def run_config(self, *, num_prompts: int, num_epochs: int = 1, max_length: int = 0) -> RunConfig:

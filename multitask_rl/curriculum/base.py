@@ -105,17 +105,20 @@ class SchedulerPolicy:
         ``certainty``. Gains and losses must balance: the larger sum is scaled down to the smaller.
 
         Raises:
-            PluginError: a preference of a task that was seen is missing, negative or not finite.
+            PluginError: the preferences are no mapping, or one of a task that was seen is missing, negative
+                or not finite.
         """
         seen = [task for task in self.tasks if self.traces[task].steps]
         preferences = self._preferences()
+        what = f"scheduler.policy: {type(self).__name__}._preferences"
+        if not isinstance(preferences, Mapping):
+            raise PluginError(
+                f"{what} returned {preferences!r:.200}; expected a mapping of tasks to numbers >= 0"
+            )
         told: dict[str, object] = {task: preferences.get(task) for task in seen}
         wrong = {t: v for t, v in told.items() if not (isinstance(v, Real) and 0.0 <= float(v) < math.inf)}
         if wrong:
-            raise PluginError(
-                f"scheduler.policy: {type(self).__name__}._preferences gives {wrong}; allowed: a finite "
-                "number >= 0 for each task"
-            )
+            raise PluginError(f"{what} gives {wrong}; allowed: a finite number >= 0 for each task")
         total = math.fsum(preferences[task] for task in seen)
         if not total > 0.0:  # no task seen yet, or every task at its target
             return dict(self.prior)

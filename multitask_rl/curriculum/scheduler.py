@@ -19,7 +19,7 @@ from multitask_rl.curriculum.base import SchedulerPolicy
 from multitask_rl.curriculum.quotas import apportion, normalise, raise_to_floors
 from multitask_rl.curriculum.signal import REWARD_SCORE
 from multitask_rl.errors import ConfigError
-from multitask_rl.plugins import SCHEDULERS, class_id, load_plugin
+from multitask_rl.plugins import SCHEDULERS, check_config_extends, class_id, load_plugin
 from multitask_rl.records import Event, TaskStats, rename_tasks
 from multitask_rl.seeding import derive_seed
 
@@ -105,11 +105,12 @@ class DynamicTaskWeightScheduler:
         self.initial_weights = {task: float(weight) for task, weight in given.items()}
         self.min_weight = SchedulerConfig(min_weight=min_weight).min_weight
         self.policy_class: type[SchedulerPolicy] = (
-            load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"))
+            load_plugin(SCHEDULERS, policy, expects=("Config", "update", "weights"), where="scheduler.policy")
             if isinstance(policy, str)
             else policy
         )
         self.policy_name = policy if isinstance(policy, str) else policy.__name__
+        check_config_extends(self.policy_class, "scheduler.policy")
         knows_patience = "patience" in {f.name for f in dataclasses.fields(self.policy_class.Config)}
         if patience is not None and knows_patience:
             policy_config.setdefault("patience", patience)

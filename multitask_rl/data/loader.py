@@ -110,6 +110,11 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
     """
     if isinstance(data, (str, Path)):
         splits = {"": read_file(data)} if is_data_path(str(data)) else read_dataset_dict(str(data), {})
+    elif isinstance(data, Mapping) and "prompt" in data:
+        raise DataError(
+            f"{where}: a mapping of columns ({', '.join(map(str, data))}), and a mapping is read as split -> "
+            "rows; give datasets.Dataset.from_dict(data)"
+        )
     elif isinstance(data, Mapping):
         splits = {str(name): rows for name, part in data.items() for rows in rows_of(part, where).values()}
     else:
@@ -124,8 +129,13 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
                 f"{where}: a {type(data).__name__} can be read once only, and a run reads its rows again; "
                 "give a list of them, or datasets.IterableDataset.from_generator(FUNCTION)"
             )
-        if not isinstance(data, Sequence):  # a datasets.Dataset slices by column
-            splits = {str(getattr(data, "split", None) or ""): rows_of_table(data, where)}
+        if hasattr(data, "with_format"):  # of datasets; it slices by column
+            splits = {_split_of(data): rows_of_table(data, where)}
+        elif not isinstance(data, Sequence):
+            raise DataError(
+                f"{where}: got {type(data).__name__}; give a list of its rows: list(data), or of a DataFrame "
+                "data.to_dict('records')"
+            )
         else:
             splits = {"": [{"prompt": row} if isinstance(row, str) else row for row in data]}
             wrong = [i for i, row in enumerate(splits[""]) if not isinstance(row, Mapping)]
@@ -137,3 +147,9 @@ def rows_of(data: Any, where: str) -> dict[str, Rows]:
     if not any(len(rows) for rows in splits.values()):
         raise DataError(f"{where}: no rows; a run needs at least one")
     return splits
+
+
+def _split_of(data: Any) -> str:
+    """Return the split that a data set of ``datasets`` is a part of; "" if it is of several or none."""
+    parts = {part.partition("[")[0] for part in str(data.split or "").split("+")}
+    return parts.pop() if len(parts) == 1 else ""

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from numbers import Real
 from typing import Any
 
 from multitask_rl.config.run import GuardConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import ConfigError, PluginError
 from multitask_rl.guard.decision import CheckpointInfo, GuardDecision, newest_good
 from multitask_rl.plugins import build_plugin
 from multitask_rl.records import Event, TaskEvaluation, TaskStats
@@ -101,3 +102,30 @@ class Guard:
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``, at a resume; ``renamed`` maps old task names to new ones."""
+
+
+def checked_decision(guard: Guard, decision: object) -> GuardDecision:
+    """Return what ``observe`` of ``guard`` returned; ``PluginError`` if it is no decision."""
+    if not isinstance(decision, GuardDecision):
+        raise _wrong(guard, "observe", decision, "a GuardDecision")
+    return decision
+
+
+def checked_numbers(guard: Guard, method: str, given: object) -> dict[str, float]:
+    """Return what ``method`` of ``guard`` returned; ``PluginError`` if it holds anything but numbers."""
+    if not isinstance(given, Mapping) or not all(isinstance(value, Real) for value in given.values()):
+        raise _wrong(guard, method, given, "a mapping of names to numbers")
+    return dict(given)
+
+
+def checked_factor(guard: Guard, factor: object) -> float:
+    """Return what ``lr_factor`` of ``guard`` returned; ``PluginError`` if it is no number."""
+    if not isinstance(factor, Real):
+        raise _wrong(guard, "lr_factor", factor, "a number in (0, 1]")
+    return float(factor)
+
+
+def _wrong(guard: Guard, method: str, given: object, expected: str) -> PluginError:
+    return PluginError(
+        f"guard.plugin: {type(guard).__name__}.{method} returned {given!r:.200}, expected {expected}"
+    )

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from multitask_rl.config.schema.build import unknown_name
+from multitask_rl.errors import PluginError
 from multitask_rl.records import Event
 
 
@@ -91,6 +93,14 @@ class GuardDecision:
     adjustments: RollbackAdjustments = field(default_factory=RollbackAdjustments)
     """Changes from now on; the guard's ``lr_factor`` and ``weight_factors`` apply them."""
     events: list[Event] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Read an action that is given by its name; ``PluginError`` if there is none of that name."""
+        try:
+            object.__setattr__(self, "action", GuardAction(self.action))
+        except ValueError as error:
+            problem = unknown_name("action", str(self.action), GuardAction)
+            raise PluginError(f"GuardDecision: {problem}") from error
 
 
 def newest_good(checkpoints: Iterable[CheckpointInfo]) -> CheckpointInfo | None:

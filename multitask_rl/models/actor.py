@@ -109,7 +109,9 @@ class Actor:
         return {**self.__dict__, "_grammars": None}
 
     def settle(self, config: RunConfig) -> RunConfig:
-        """Return ``config`` with the engine and the devices set in Python."""
+        """Return ``config`` with the model's name, and the engine and the devices set in Python."""
+        if self.config.name_or_path:
+            config = replace(config, model=replace(config.model, name_or_path=self.config.name_or_path))
         if self.engine:
             keys = config.rollout.engine_config or self.engine_config
             config = replace(config, rollout=replace(config.rollout, engine=self.engine, engine_config=keys))
@@ -530,6 +532,7 @@ def load_actor(
             f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
             "(owner/name); check the path"
         )
+    _check_tokenizer(tokenizer)
     device = default_device(device)
     check_attention(config, device)
     dtype = weight_dtype(config, device)
@@ -620,10 +623,11 @@ def make_actor(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # as in ``load_actor``
-    if isinstance(model, str):
+    _check_tokenizer(tokenizer)
+    if isinstance(model, (str, Path)):
         raise ConfigError(
-            f"the actor must be a loaded model, got the name {model!r}; give a name as model.name_or_path of "
-            "the configuration, or get_actor_critic(name)[0]"
+            f"the actor must be a loaded model, got the name {str(model)!r}; give a name as "
+            "model.name_or_path of the configuration, or get_actor_critic(name)[0]"
         )
     if isinstance(model, torch.nn.Module):
         model = unwrap_model(model)
@@ -646,6 +650,15 @@ def make_actor(
         check_attention(config, str(model.device))
         model.set_attn_implementation(config.attn_implementation)
     return _prepare(model, tokenizer, config, seed)
+
+
+def _check_tokenizer(tokenizer: object) -> None:
+    if tokenizer is not None and not hasattr(tokenizer, "eos_token_id"):
+        name = f"{str(tokenizer)!r}" if isinstance(tokenizer, (str, Path)) else "NAME"
+        raise ConfigError(
+            f"tokenizer: expected a tokenizer of transformers, got {tokenizer!r}; give "
+            f"AutoTokenizer.from_pretrained({name})"
+        )
 
 
 def unwrap_model(model: Any) -> Any:

@@ -370,7 +370,7 @@ def build_guard(config: RunConfig) -> Guard | None:
     """Return the configured guard; None when it is off."""
     if not config.guard.enabled:
         return None
-    guard_class: type[Guard] = load_plugin(GUARDS, config.guard.plugin, expects=Guard)
+    guard_class: type[Guard] = load_plugin(GUARDS, config.guard.plugin, expects=Guard, where="guard.plugin")
     return guard_class.build(config.guard)
 
 

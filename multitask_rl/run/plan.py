@@ -173,6 +173,8 @@ def plan_run(
         named.append(("guard.plugin", GUARDS, config.guard.plugin))
     for key, group, name in named:
         check_entry_point(Where(path=(key,)), group, name)
+        if group == TRACKERS and ":" in name:  # the others are loaded below, before a model, too
+            load_plugin(group, name, expects="log_metrics", where=key)
     specs = load_specs(config)
     if dataloader is None:
         need_datasets(specs)
@@ -181,7 +183,7 @@ def plan_run(
     if config.model.lora.rank:
         require_extra("peft", "peft", "model.lora.rank > 0 needs peft")
     backend_class: type[TrainingBackend] = load_plugin(
-        TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend
+        TRAINING_BACKENDS, config.training.backend, expects=TrainingBackend, where="training.backend"
     )
     backend_class.check(config)
     if dataloader is not None:
@@ -196,7 +198,9 @@ def plan_run(
         backend_class=backend_class,
         engine_class=type(engine)
         if engine is not None
-        else load_plugin(ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine),
+        else load_plugin(
+            ROLLOUT_ENGINES, config.rollout.engine, expects=RolloutEngine, where="rollout.engine"
+        ),
         engine=engine,
     )
     if engine is None and config.executor != "ray":

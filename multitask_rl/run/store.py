@@ -52,33 +52,49 @@ only one side has comes from another version of this package, and does not count
 _ENTRIES = re.compile(r"^tasks\.[^.]+\.(?:rewards|constraints)$")
 """Keys of lists of entries."""
 
+RUN = ""
+"""The run itself, in place of a task's name."""
+
 
 class PluginCode:
-    """Files of the plugins that judge and answer: were they edited while the run goes on, or since?"""
+    """Files of plugins: were they edited while the run goes on, or since?
 
-    def __init__(self, specs: Mapping[str, TaskSpec]) -> None:
-        self._files: dict[str, dict[str, Path]] = {}
+    They are of the tasks, and with ``config`` of the scheduler's policy and the guard.
+    """
+
+    def __init__(self, specs: Mapping[str, TaskSpec], config: RunConfig | None = None) -> None:
+        named: dict[str, dict[str, str]] = {}
+        if config is not None:
+            named[RUN] = {"scheduler.policy": config.scheduler.policy}
+            named[RUN] |= {"guard.plugin": config.guard.plugin} if config.guard.enabled else {}
         for name, spec in specs.items():
-            named = {f"rewards.{r.name}": r.plugin for r in spec.rewards}
-            named |= {f"constraints.{c.name}": c.plugin for c in spec.constraints}
-            named |= {"environment": spec.environment}
-            found = ((what, source_file(reference)) for what, reference in named.items())
+            named[name] = {f"rewards.{r.name}": r.plugin for r in spec.rewards}
+            named[name] |= {f"constraints.{c.name}": c.plugin for c in spec.constraints}
+            named[name] |= {"environment": spec.environment, "type": spec.type}
+        self._files: dict[str, dict[str, Path]] = {}
+        for name, references in named.items():
+            found = ((what, source_file(reference)) for what, reference in references.items())
             self._files[name] = {what: file for what, file in found if file is not None}
-        self.versions: dict[str, dict[str, str]] = {name: {} for name in specs}
-        """Task -> plugin -> hash of its file, as it was at the last call of ``edited``."""
+        self.versions: dict[str, dict[str, str]] = {name: {} for name in named}
+        """Task, or ``RUN`` -> plugin -> hash of its file, as it was at the last call of ``edited``."""
         self.edited()
 
     def edited(self) -> list[str]:
-        """Return the plugins whose file was edited since the last call: place in the tasks, and file."""
+        """Return the plugins whose file was edited since the last call: place in the settings, and file."""
         found = []
         for name, files in self._files.items():
             for what, file in files.items():
                 with suppress(OSError):  # it is being replaced, or was moved: the next call sees what comes
                     version = hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest()
                     if self.versions[name].setdefault(what, version) != version:
-                        found.append(f"tasks.{name}.{what} ({file.name})")
+                        found.append(f"{place_of(name, what)} ({file.name})")
                         self.versions[name][what] = version
         return found
+
+
+def place_of(name: str, what: str) -> str:
+    """Return the place in the settings of the plugin ``what`` of a task or of ``RUN``."""
+    return what if name == RUN else f"tasks.{name}.{what}"
 
 
 class RunStore:
@@ -254,7 +270,7 @@ class RunStore:
             CheckpointError: the checkpoint holds what cannot be read, or the directory cannot be written.
         """
         track, found, progress, guard = self._track, self._found, state.progress, state.guard
-        self.code = PluginCode(specs)
+        self.code = PluginCode(specs, config)
         if found is None:
             if track:
                 # an unreadable checkpoint would count as the newest of the new run
@@ -355,9 +371,10 @@ class RunStore:
     ) -> dict[str, tuple[str, str]]:
         """Return the plugins whose files differ from those of the checkpoint: key -> (before, now)."""
         return {
-            f"code of tasks.{name}.{what}": (old, new)
+            f"code of {place_of(name, what)}": (old, new)
             for name, versions in self.code.versions.items()
-            for own in [before.get(name) or before.get(specs[name].renamed_from) or {}]
+            for former in [specs[name].renamed_from if name != RUN else name]
+            for own in [before.get(name) or before.get(former) or {}]
             for what, new in versions.items()
             if (old := own.get(what, new)) != new
         }

@@ -15,7 +15,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop
-from multitask_rl.guard.base import Guard
+from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
@@ -106,8 +106,8 @@ class Supervisor:
         if edited := self.store.code.edited():
             reason = (
                 f"edited while the run goes on: {', '.join(edited)}. New episodes run the new file. A "
-                "reward or constraint runs the old one until its worker is started again. Stop the run and "
-                "resume it, so that all run the new file"
+                "reward or constraint runs the old one until its worker is started again, any other plugin "
+                "until the run is. Stop the run and resume it, so that all run the new file"
             )
             self.note([Event(step=self.progress.step, source="run", kind="changed", reason=reason)])
 
@@ -183,7 +183,8 @@ class Supervisor:
                     decision = None
                     if guard is not None and self._former_verdict is None:
                         deciding = self._deciding(evaluations)
-                        decision = guard.observe(self.progress.step, deciding, self._confirm)
+                        given = guard.observe(self.progress.step, deciding, self._confirm)
+                        decision = checked_decision(guard, given)
                     self.store.check()
                     return evaluations, seconds, decision
             except BaseException:
@@ -221,7 +222,7 @@ class Supervisor:
             return True
         self._known.judged_good = decision.judged_good
         self.note(_told(decision, step))
-        self.trackers.log_metrics(guard.metrics(), step)
+        self.trackers.log_metrics(checked_numbers(guard, "metrics", guard.metrics()), step)
         if decision.action is GuardAction.stop:
             # the weights that a rollback would restore, else the newest good ones
             found = self._read(guard.rollback_target) or self._read(newest_good)
@@ -232,7 +233,7 @@ class Supervisor:
             )
             raise GuardStop(f"the guard stopped the run at step {step}: {decision.reason}; {where}")
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
-        factors = guard.weight_factors()
+        factors = checked_numbers(guard, "weight_factors", guard.weight_factors())
         trained = {name for name, task in self.tasks.items() if task.stream is not None}
         self.scheduler.set_factors({n: f for n, f in factors.items() if n in trained})
         if is_back:

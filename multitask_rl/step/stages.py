@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multitask_rl.constraints.streaming import StreamJudge
 from multitask_rl.environments.pool import WorldPool
+from multitask_rl.errors import PluginError
 from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.models.actor import Actor
 from multitask_rl.records import FLAGGED, Failure, Prompt, Rollout, Scored, TrainSample, Verdict
@@ -803,10 +804,24 @@ class AdvantageStage(Stage):
                 by_task[scored.rollout.task].append(scored)
         samples: list[TrainSample] = []
         for name, own in by_task.items():
-            samples.extend(self._tasks[name].algorithm.select(own))
+            samples.extend(self._select(name, own))
         credited, self.metrics = self._credit.credit(samples)
         self.of_tokens = advantages_of(credited)
         return credited
+
+    def _select(self, name: str, scored: list[Scored]) -> list[TrainSample]:
+        task = self._tasks[name]
+        place = f"task {name!r}: select() of {task.spec.type}"
+        try:
+            found: Any = task.algorithm.select(scored)
+        except Exception as error:
+            error.add_note(f"in {place}")
+            raise
+        samples = list(found) if isinstance(found, Sequence) else [found]
+        for sample in samples:
+            if not isinstance(sample, TrainSample):
+                raise PluginError(f"{place} returned {type(sample).__name__}, expected a list of TrainSample")
+        return samples
 
 
 class UpdateStage(Stage):

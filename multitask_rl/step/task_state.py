@@ -18,7 +18,7 @@ from multitask_rl.data.render import check_template, end_token, render_answer, r
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.models.actor import Actor
-from multitask_rl.plugins import ALGORITHMS, build_plugin, load_plugin
+from multitask_rl.plugins import ALGORITHMS, build_plugin, check_config_extends, load_plugin
 from multitask_rl.records import Event, Prompt, SamplingParams, TaskStats
 from multitask_rl.seeding import random_stream
 from multitask_rl.statistics.definitions import (
@@ -218,14 +218,15 @@ class TaskState:
 
 def build_algorithms(specs: Mapping[str, TaskSpec]) -> dict[str, Algorithm]:
     """Load and configure each task's algorithm."""
-    return {
-        name: build_plugin(
-            load_plugin(ALGORITHMS, spec.type, expects=("credit", "loss", "select")),
-            spec.algorithm_config,
-            where=f"{spec.where}.algorithm_config",
-        )
-        for name, spec in specs.items()
-    }
+    algorithms: dict[str, Algorithm] = {}
+    for name, spec in specs.items():
+        place = f"{spec.where}.type"
+        expects = ("credit", "loss", "select")
+        algorithm_class = load_plugin(ALGORITHMS, spec.type, expects=expects, where=place)
+        check_config_extends(algorithm_class, place)
+        where = f"{spec.where}.algorithm_config"
+        algorithms[name] = build_plugin(algorithm_class, spec.algorithm_config, where=where)
+    return algorithms
 
 
 def build_task_states(

@@ -22,7 +22,16 @@ from multitask_rl.data import Rows, load_rows
 from multitask_rl.data.render import check_rows
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision
-from multitask_rl.plugins import ALGORITHMS, GUARDS, TASKS, TRACKERS, build_plugin, load_plugin
+from multitask_rl.plugins import (
+    ALGORITHMS,
+    GUARDS,
+    SCHEDULERS,
+    TASKS,
+    TRACKERS,
+    build_plugin,
+    check_config_extends,
+    load_plugin,
+)
 from multitask_rl.records import DatasetRecord, Event, Failure, FailureKind, Score, Scored, TaskStats
 from multitask_rl.testing.builders import make_evaluation, make_rollout
 from multitask_rl.testing.contract import Finding, run_check
@@ -114,6 +123,7 @@ def check_guard(plugin: str, config: Mapping[str, Any] | None = None) -> list[Fi
 
 def check_scheduler(plugin: str, config: Mapping[str, Any] | None = None) -> list[Finding]:
     """Return the findings about a scheduler policy (``scheduler.policy``, ``scheduler.policy_config``)."""
+    load_plugin(SCHEDULERS, plugin, expects=("Config", "update", "weights"))
 
     def build(tasks: Sequence[str] = ("a", "b", "c")) -> DynamicTaskWeightScheduler:
         scheduler = DynamicTaskWeightScheduler(policy=plugin, **dict(config or {}))
@@ -183,6 +193,7 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
     import torch
 
     algorithm_class: type[Algorithm] = load_plugin(ALGORITHMS, plugin, expects=Algorithm)
+    check_config_extends(algorithm_class, "type")
 
     def build() -> Algorithm:
         algorithm: Algorithm = build_plugin(algorithm_class, config or {}, where="algorithm_config")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import CheckpointError
+from multitask_rl.errors import CheckpointError, MultitaskRLError, PluginError
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
@@ -138,7 +138,7 @@ class Trackers:
     A tracker that fails is reported once and left out. The run ends if its own records cannot be written.
 
     Raises:
-        PluginError: a tracker is unknown or cannot be imported.
+        PluginError: a tracker is unknown, or cannot be imported or built.
         MissingExtraError: a tracker's library is not installed.
     """
 
@@ -155,11 +155,23 @@ class Trackers:
         self.failures: dict[str, str] = {}
         """Trackers left out: name -> what went wrong."""
         self._trackers: dict[str, Tracker] = {
-            name: load_plugin(TRACKERS, name, expects="log_metrics")(
+            name: self._build(name, config) for name in dict.fromkeys(config.trackers)
+        } | dict(further or {})
+
+    def _build(self, name: str, config: TrackingConfig) -> Tracker:
+        tracker_class = load_plugin(TRACKERS, name, expects="log_metrics", where="tracking.trackers")
+        try:
+            built: Tracker = tracker_class(
                 output_dir=self.directory, config=config, run_id=self._identities.get(name)
             )
-            for name in dict.fromkeys(config.trackers)
-        } | dict(further or {})
+        except MultitaskRLError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"tracking.trackers: {name!r} cannot be built: {type(error).__name__}: {error}; it is called "
+                "as CLASS(output_dir=PATH, config=TrackingConfig, run_id=TEXT or None)"
+            ) from error
+        return built
 
     @property
     def run_id(self) -> str | None:

@@ -85,6 +85,8 @@ class ConsoleTracker(Tracker):
         self._tasks: dict[str, _TaskView] = {}
         self._numbers: dict[str, float] = {}
         self._has_guard_stopped = False
+        self._needs_script = False
+        """A task has rows that the script gave as objects: no command can find them."""
         self._decisions: dict[str, str] = {}
         """Source of events -> its newest decision."""
         self._warnings: deque[str] = deque(maxlen=2)
@@ -101,6 +103,7 @@ class ConsoleTracker(Tracker):
         max_steps = parameters.get("max_steps")
         self._num_steps = max_steps if isinstance(max_steps, int) else None
         self._step = resume_step or 0
+        self._needs_script = any(not task.get("dataset") for task in parameters.get("tasks", {}).values())
         resumed = f", resumed after step {resume_step}" if resume_step else ""
         self._tell(f"output in {self._output_dir}{resumed}")
         stream = self._stream or sys.stdout
@@ -233,7 +236,8 @@ class ConsoleTracker(Tracker):
             setting = f"output_dir={self._output_dir}"
             if not re.fullmatch(r"[\w./+-]*", str(self._output_dir)):  # quoted for Hydra, too
                 setting = shlex.quote(f'output_dir="{self._output_dir}"')
-            follows = f"multitask-rl train {setting} {where}"
+            start = "the same script with" if self._needs_script else "multitask-rl train"
+            follows = f"{start} {setting} {where}"
         if self._mode == "json":
             self._write_json(self._step, {"status": status})
         else:

@@ -33,7 +33,7 @@ from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.errors import ConfigError, GuardStop, MultitaskRLError, TrainingError, with_notes
-from multitask_rl.guard.base import Guard
+from multitask_rl.guard.base import Guard, checked_factor
 from multitask_rl.lazy import lazy_names
 from multitask_rl.models.actor import Actor, default_device, load_actor, make_actor
 from multitask_rl.records import Event, TaskEvaluation
@@ -118,7 +118,9 @@ class Trainer:
     ) -> None:
         if isinstance(config, Mapping):
             config = build_dataclass(RunConfig, config, Where("config"))
-        config = config or RunConfig()
+        config = RunConfig() if config is None else config
+        if not isinstance(config, RunConfig):
+            raise ConfigError(f"config: expected a mapping or a RunConfig, got {config!r}")
         if actor is not None and not isinstance(actor, Actor):
             actor = make_actor(actor, tokenizer, config.model, config.seed)
         serve_torchrun_rank()
@@ -224,6 +226,7 @@ class Trainer:
     def set_task_scheduler(self, scheduler: DynamicTaskWeightScheduler) -> None:
         """Use ``scheduler`` instead of the configured one. Before the run is open."""
         self._check_not_open("set_task_scheduler")
+        _expect(DynamicTaskWeightScheduler, scheduler, "set_task_scheduler")
         self.scheduler = scheduler
 
     def add_guard(self, guard: Guard) -> None:
@@ -233,12 +236,14 @@ class Trainer:
             ConfigError: it watches a metric that no task has, or that has no direction.
         """
         self._check_not_open("add_guard")
+        _expect(Guard, guard, "add_guard")
         self.guard = guard
         bind_controllers(self.plan, self.scheduler, guard, {})
 
     def insert_stage(self, stage: Stage, *, after: str) -> None:
         """Insert a stage into the flow of every step, after the stage ``after``. Before the run is open."""
         self._check_not_open("insert_stage")
+        _expect(Stage, stage, "insert_stage")
         self._inserted.append((stage, after))
 
     def enable_3d_hybrid_engine(self) -> str:
@@ -351,7 +356,7 @@ class Trainer:
         supervisor.note(observe_groups(report, self.tasks))
         factor = schedule_factor(self.config.optimizer, step, self.config.max_steps)
         if self.guard is not None:
-            factor *= self.guard.lr_factor(step)
+            factor *= checked_factor(self.guard, self.guard.lr_factor(step))
         parts.update.prepare(step, report.shares, factor, compare=self.scheduler.compares_gradients(step))
         parts.learning(experience.kept, note=partial(timeline.add, step=step))
         update = parts.update.report
@@ -410,8 +415,8 @@ class Trainer:
         """Build the parts and resume, once."""
         if self._is_closed:
             raise TrainingError(
-                "this trainer's run has ended, or could not begin; make a new one: Trainer(trainer.actor, "
-                "config=trainer.config) goes on with its weights"
+                "this trainer's run has ended, or could not begin; make a new one as this one was made: with "
+                "trainer.actor as the actor it goes on with its weights"
             )
         if self._parts is None:
             with self._closing_on_error():
@@ -419,6 +424,11 @@ class Trainer:
                     raise ConfigError(
                         f"{self.config.tasks_file or 'tasks'}: every task is evaluation_only; nothing would "
                         "be trained. `multitask-rl eval MODEL tasks.yaml` evaluates them"
+                    )
+                if track and not self.actor.trainable_parameters():
+                    raise ConfigError(
+                        "no parameter of the actor is trainable (requires_grad is False): a run would learn "
+                        "nothing; call model.requires_grad_(True), or leave it True for what is to be trained"
                     )
                 self._parts = build_parts(
                     self.plan,
@@ -464,3 +474,8 @@ class Trainer:
             self._is_closed = True
             self.scorer.close()
             raise
+
+
+def _expect(kind: type, given: object, method: str) -> None:
+    if not isinstance(given, kind):
+        raise ConfigError(f"{method}: expected a {kind.__name__}, got {given!r}")

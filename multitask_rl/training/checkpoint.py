@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from multitask_rl.errors import CheckpointError, ConfigError, disk_errors
+from multitask_rl.errors import CheckpointError, ConfigError, PluginError, disk_errors
 from multitask_rl.training.manifest import check_files, read_json, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class CheckpointStore:
 
         Raises:
             CheckpointError: the directory cannot be written (read-only, full); its checkpoints stay.
+            PluginError: a part of ``state`` is no JSON data.
         """
         from safetensors.torch import save_file
 
@@ -126,8 +127,7 @@ class CheckpointStore:
                     {k: v.detach().cpu().contiguous() for k, v in tensors.items()},
                     aside / "tensors.safetensors",
                 )
-                text = json.dumps(dict(state), allow_nan=True, sort_keys=True)
-                (aside / "state.json").write_text(text, encoding="utf-8")
+                (aside / "state.json").write_text(_json(state), encoding="utf-8")
                 write_manifest(aside, {"entry": asdict(entry)})
                 if final.exists():
                     # two directories cannot swap in one operation: ``_put_back`` ends what a crash leaves
@@ -252,6 +252,24 @@ class CheckpointStore:
             else:
                 with disk_errors(str(final)):
                     os.replace(replaced, final)
+
+
+def _json(state: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(state), allow_nan=True, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        for name, part in {
+            **{f"tasks.{n}": own for n, own in state.get("tasks", {}).items()},
+            **state,
+        }.items():
+            try:
+                json.dumps(part, sort_keys=True)
+            except (TypeError, ValueError):
+                raise PluginError(
+                    f"{name}: its state cannot be saved: {error}. state_dict of a plugin has to return JSON "
+                    "data: texts, numbers, lists, and mappings whose keys are texts"
+                ) from error
+        raise
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.algorithms.base import Credit, CreditBatch, check_tokens
+from multitask_rl.errors import PluginError
 from multitask_rl.records import TrainSample, concerned_cost, is_sum_of_terms
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
 
@@ -101,8 +102,14 @@ class CreditAssigner:
             constraints=tuple(task.multipliers),
             **components,
         )
-        credit = task.algorithm.credit(batch)
         place, number = f"task {task.spec.name!r}: credit() of {task.spec.type}", int(batch.lengths.sum())
+        try:
+            credit = task.algorithm.credit(batch)
+        except PluginError as error:
+            raise PluginError(f"{place}: {error}") from error
+        except Exception as error:
+            error.add_note(f"in {place}")
+            raise
         check_tokens(credit, Credit, number, place)
 
         def by_part(tokens: Tensor) -> list[Tensor]:

@@ -512,6 +512,29 @@ def test_edited_plugin_files_are_told_while_the_run_goes_on_and_at_a_resume(tmp_
     assert reason.startswith("resumed with other settings: code of tasks.copy.rewards.starts_right: ")
 
 
+def test_an_edit_of_an_algorithm_policy_or_guard_is_told_at_a_resume(tmp_path):
+    write_run(tmp_path, COPY.replace("grpo", "own.py:Own"), num_rows=40)
+    (tmp_path / "own.py").write_text("from multitask_rl.algorithms.grpo import GRPO as Own\n")
+    (tmp_path / "policy.py").write_text("from multitask_rl.curriculum.uniform import Uniform\n")
+    (tmp_path / "calm.py").write_text("from run_builders import JudgesAllGood\n")
+
+    def told(steps):
+        scheduler = SchedulerConfig(policy=f"{tmp_path / 'policy.py'}:Uniform")
+        guard = GuardConfig(plugin=f"{tmp_path / 'calm.py'}:JudgesAllGood")
+        parts = {**SMALL, "scheduler": scheduler, "guard": guard}
+        trainer = train(run_config(tmp_path, "out", steps, **parts))
+        return [event.reason for event in trainer.events if event.kind == "changed"]
+
+    assert told(2) == []
+    for name in ("own", "policy", "calm"):
+        with (tmp_path / f"{name}.py").open("a") as file:
+            file.write("# edited\n")
+    (reason,) = told(4)
+    for place in ("tasks.copy.type", "scheduler.policy", "guard.plugin"):
+        assert f"code of {place}: " in reason
+    assert told(6) == []
+
+
 def test_a_task_renamed_long_ago_keeps_the_prompts_that_it_is_judged_by(tmp_path):
     """``renamed_from`` may be left out once a checkpoint has the new name."""
     anchor = "  old: {type: anchor, dataset: digit.jsonl, rewards: [rewards.py:starts_right]}\n"

@@ -204,3 +204,67 @@ def test_what_cannot_be_built_is_refused_before_a_model_loads(begun, guard, erro
     with pytest.raises(error) as caught:
         Trainer.from_config(run_config(directory, "refused", 1, guard=GuardConfig(**settings)))
     assert message in str(caught.value)
+
+
+ANSWERS = """
+from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardDecision
+
+
+class Answers(Guard):
+    def observe(self, step, evaluations, confirm=None):
+        return {decision}
+
+    def metrics(self):
+        return {metrics}
+
+    def weight_factors(self):
+        return {factors}
+
+    def lr_factor(self, step):
+        return {lr}
+
+    def state_dict(self):
+        return {state}
+"""
+
+
+def answering(directory, **answers):
+    """Return a run of a guard that gives ``answers``."""
+    usual = {"decision": "GuardDecision()", "metrics": {}, "factors": {}, "lr": 1.0, "state": {}}
+    (directory / "answers.py").write_text(ANSWERS.format(**usual | answers))
+    guard = GuardConfig(plugin=f"{directory / 'answers.py'}:Answers")
+    return Trainer.from_config(run_config(directory, str(directory / "run"), 2, guard=guard))
+
+
+@pytest.fixture
+def space(begun, tmp_path):
+    shutil.copytree(begun[0] / "actor", tmp_path / "actor")
+    write_run(tmp_path, ONE_TASK)
+    return tmp_path
+
+
+def test_an_action_may_be_given_by_its_name(space):
+    stops = "GuardDecision(action='stop', reason='seen enough')"
+    with answering(space, decision=stops) as trainer, pytest.raises(GuardStop, match="step 0: seen enough"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"decision": None}, "Answers.observe returned None, expected a GuardDecision"),
+        ({"decision": "GuardDecision(action='halt')"}, "'halt' (allowed: keep, warn, reweight, freeze, "),
+        ({"metrics": None}, "Answers.metrics returned None, expected a mapping of names to numbers"),
+        ({"metrics": {"guard/x": "high"}}, "Answers.metrics returned {'guard/x': 'high'}, expected"),
+        ({"factors": {"copy": None}}, "Answers.weight_factors returned {'copy': None}, expected"),
+        ({"lr": None}, "Answers.lr_factor returned None, expected a number"),
+        ({"state": {"seen": {1}}}, "guard: its state cannot be saved: Object of type set is not JSON"),
+    ],
+)
+def test_an_answer_that_is_none_is_told_and_costs_no_record(space, answer, told):
+    with answering(space, **answer) as trainer, pytest.raises(PluginError) as caught:
+        trainer.train()
+    assert told in str(caught.value)
+    assert (space / "run" / "events.jsonl").is_file()
+    assert '"failed"' in (space / "run" / "events.jsonl").read_text()

@@ -15,6 +15,8 @@ import pytest
 
 from forked import run_forked
 from model_builders import build_actor
+from multitask_rl.config.run import TrackingConfig
+from multitask_rl.plugins import TRACKERS, load_plugin
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(\w+)(?: file=(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -68,6 +70,17 @@ def test_every_block_of_the_page_works(page: str, tmp_path: Path) -> None:
                 has_run = True
             for line in text.replace("\\\n", "").splitlines():
                 command(line, tmp_path)
+
+
+def test_the_tracker_of_the_page_writes_a_line_per_step(tmp_path: Path) -> None:
+    blocks = BLOCK.findall((DOCS / "write-a-plugin.md").read_text(encoding="utf-8"))
+    (tmp_path / "steps.py").write_text(next(text for _, file, text in blocks if file == "steps.py"))
+    tracker = load_plugin(TRACKERS, f"{tmp_path / 'steps.py'}:Steps")(tmp_path, TrackingConfig(), None)
+    for step in (1, 2):
+        tracker.log_metrics({"macro/reward_mean": 0.5, "time/step_s": 1.0}, step)
+        tracker.log_metrics({"eval/score": 0.5}, step)
+        tracker.log_metrics({"guard/judged_good": 1.0}, step)
+    assert (tmp_path / "steps.txt").read_text() == "1 0.5\n2 0.5\n"
 
 
 def test_every_page_with_python_is_run() -> None:

@@ -11,6 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from multitask_rl.config.schema.located_yaml import Where, check_plain
@@ -103,9 +104,12 @@ def _convert(hint: Any, value: Any, where: Where) -> Any:
         return {k: _convert(args[1], v, where.at(k)) for k, v in mapping.items()} if args else mapping
     if hint not in _KINDS:
         return value
+    if hint is str and isinstance(value, Path):
+        return str(value)
     accepted: Any = (int, float) if hint is float else hint
     if (isinstance(value, bool) and hint is not bool) or not isinstance(value, accepted):
         quote = "; put it in quotes" if hint is str and not isinstance(value, (dict, list)) else ""
+        quote = "; give its name, package.module:NAME or file.py:NAME" if quote and callable(value) else quote
         raise ConfigError(f"{where}: expected {_KINDS[hint]}, got {value!r} ({type(value).__name__}){quote}")
     check_plain(value, where)
     if hint is float and not math.isfinite(value):

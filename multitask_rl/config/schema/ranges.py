@@ -10,7 +10,9 @@ import inspect
 import math
 import typing
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 from multitask_rl.errors import ConfigError
@@ -127,11 +129,18 @@ class Settings:
     __slots__ = ()
 
     def __post_init__(self) -> None:
-        """Check the type of every number (int or float) and list, and the rules."""
+        """Check the type of every number, text, list and part, and the rules; make a path a text."""
         for name, hint in field_hints(type(self)).items():  # type: ignore[arg-type]
             value, where = getattr(self, name), f"{type(self).__qualname__}.{name}"
             kind = typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
-            if kind is int and isinstance(value, str | float):
+            if kind is str and isinstance(value, Path):
+                value = str(value)
+                setattr(self, name, value)
+            if kind is str and not isinstance(value, str):
+                raise ConfigError(f"{where} must be a text, got {value!r}")
+            if is_dataclass(kind) and not isinstance(value, kind):  # type: ignore[arg-type]
+                raise ConfigError(f"{where} must be of type {kind.__name__}, got {value!r}")  # type: ignore[union-attr]
+            if kind is int and not isinstance(value, int):
                 raise ConfigError(f"{where} must be a whole number, got {value!r}")
             if kind is float and isinstance(value, str):
                 raise ConfigError(f"{where} must be a number, got {value!r}")

@@ -54,3 +54,9 @@ def test_lengths_are_bounded(caplog: pytest.LogCaptureFixture) -> None:
         short.generate(["abcdefg"])
     with pytest.raises(ConfigError, match="chunk_size must be >= 1"):
         ChunkedGenerator(build_actor(), 8, chunk_size=0)
+
+
+def test_one_text_is_no_list_of_prompts() -> None:
+    """It would be read as a prompt for each of its characters."""
+    with pytest.raises(ConfigError, match=r"prompts: expected a list of texts, got one text; give \[text\]"):
+        ChunkedGenerator(build_actor(), 64).texts("1+1=")

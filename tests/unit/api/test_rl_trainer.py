@@ -1,14 +1,20 @@
 """Front doors on tiny models: what they ask of the trainer, and what they refuse."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset
+from numpy import int64
+from transformers import AutoModelForCausalLM
 
 from model_builders import build_actor, build_model, build_tokenizer
-from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer
+from multitask_rl import PPOConfig, PPORoleUpdater, PPOTrainer, RLTrainer, Trainer, get_actor_critic
 from multitask_rl.config import get_ppo_default_config
-from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from multitask_rl.curriculum.scheduler import SchedulerConfig
+from multitask_rl.curriculum.uniform import Uniform
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.rollout.hf import HFEngine
 from plain_rewards import digits
@@ -72,6 +78,26 @@ def test_steps_by_hand_and_stages_of_a_run_that_is_opened(tmp_path: Path) -> Non
     updater.close()
     with pytest.raises(ConfigError, match="engine must be 'hybrid' or 'vllm'"):
         PPORoleUpdater(engine="megatron")
+
+
+def test_an_updater_keeps_the_settings_that_it_is_given(tmp_path: Path) -> None:
+    own = config(tmp_path, hybrid_engine={"overlap": True})
+    updater = PPORoleUpdater(build_actor(), config=own, prompts=PROMPTS, reward_fn=digits)
+    assert updater.trainer.config.rollout.max_staleness == 1
+    updater.close()
+    assert PPORoleUpdater(build_actor(), "vllm", config=own).config.rollout.engine == "vllm"  # type: ignore[union-attr]
+    assert own == config(tmp_path, hybrid_engine={"overlap": True}), "the caller's settings are not changed"
+
+
+def test_parts_of_another_type_are_refused_when_they_are_given(tmp_path: Path) -> None:
+    with RLTrainer(build_actor(), config=config(tmp_path), reward_fn=digits).open(PROMPTS) as run:
+        with pytest.raises(ConfigError, match="expected a DynamicTaskWeightScheduler, got 'uniform'"):
+            run.set_task_scheduler("uniform")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a Guard, got None"):
+            run.add_guard(None)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="expected a Stage, got <function"):
+            run.insert_stage(digits, after="rewards")  # type: ignore[arg-type]
+        assert run.train_step().step == 0, "the run goes on as it was"
 
 
 def test_the_nested_settings_become_a_run() -> None:
@@ -146,6 +172,14 @@ def test_what_is_missing_is_said_before_a_model_loads(
         RLTrainer(build_model(), build_tokenizer(), reward_fn=digits).train(5)
 
 
+@pytest.mark.parametrize("split", ["train", "test", "train[:8]"])
+def test_few_rows_of_one_split_are_all_trained_on_and_evaluated(tmp_path: Path, split: str) -> None:
+    rows = Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS], split=split)
+    trainer = RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits)
+    with trainer.open(rows) as run:
+        assert [len(part) for part in run.plan.rows["prompts"]] == [8, 8]
+
+
 def test_the_variable_that_cuts_runs_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = RLTrainer(build_model(), build_tokenizer(), config=config(tmp_path), reward_fn=digits)
     monkeypatch.setenv("MULTITASK_RL_MAX_STEPS", "few")
@@ -211,6 +245,74 @@ def test_torchrun_keeps_the_devices_that_were_asked_for_in_python(
         found.append(trainer.config.device_map["actor"])
         trainer.close()
     assert found == ["cpu:0-1 sharded", "cpu:0-1"]
+
+
+def test_a_path_is_a_model_and_a_directory_and_a_name_is_no_tokenizer(tmp_path: Path) -> None:
+    build_actor().save(tmp_path / "actor")
+    own = PPOConfig(output_dir=tmp_path / "run", rollout={"response_length": 4})  # type: ignore[arg-type]
+    trainer = RLTrainer(tmp_path / "actor", config=own, reward_fn=digits)
+    with trainer.open(PROMPTS) as run:
+        assert run.config.output_dir == str(tmp_path / "run")
+    assert get_actor_critic(tmp_path / "actor")[0].config.name_or_path == str(tmp_path / "actor")
+    assert RunConfig(output_dir=tmp_path).output_dir == str(tmp_path)  # type: ignore[arg-type]
+    for give in (
+        lambda: RLTrainer(str(tmp_path / "actor"), "gpt2").actor,  # type: ignore[arg-type]
+        lambda: RLTrainer(build_model(), "gpt2").actor,  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            ConfigError, match=r"tokenizer: .*got 'gpt2'; give AutoTokenizer\.from_pretrained"
+        ):
+            give()
+
+
+def test_a_run_records_the_model_that_it_trains_and_is_not_resumed_with_another(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        build_actor().save(tmp_path / name)
+    for given in (
+        str(tmp_path / "one"),
+        build_actor(),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "one"),
+    ):
+        trainer = RLTrainer(given, config=config(tmp_path, output_dir=str(tmp_path / "x")), reward_fn=digits)
+        with trainer.open(PROMPTS) as run:
+            assert run.config.model.name_or_path == trainer.actor.config.name_or_path
+    RLTrainer(tmp_path / "one", config=config(tmp_path), reward_fn=digits).train(PROMPTS)
+    with pytest.raises(
+        ConfigError, match=r"was made with model.name_or_path='.*one', and now it is '.*other'"
+    ):
+        RLTrainer(tmp_path / "other", config=config(tmp_path, max_steps=3), reward_fn=digits).train(PROMPTS)
+
+
+def test_what_is_saved_into_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    trainer = RLTrainer(build_model(), build_tokenizer())
+    with pytest.raises(ConfigError, match=r"save: .*file' is a file; give a directory"):
+        trainer.save(tmp_path / "file")
+    trainer.save(tmp_path / "new" / "trained")
+    assert (tmp_path / "new" / "trained" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("give", "told"),
+    [
+        (lambda: RLTrainer("gpt2", config="run.yaml"), "config: expected a mapping or a PPOConfig, got 'run"),
+        (lambda: Trainer(config="run.yaml"), "config: expected a mapping or a RunConfig, got 'run.yaml'"),
+        (lambda: RLTrainer("gpt2").train(PROMPTS, num_epochs=1.5), "num_epochs must be a whole number >= 1"),
+        (lambda: RunConfig(eval=None), "RunConfig.eval must be of type EvalConfig, got None"),
+        (lambda: BatchConfig(group_size=int64(4)), r"BatchConfig.group_size must be a whole number, got np"),
+        (lambda: SchedulerConfig(policy=Uniform), "SchedulerConfig.policy must be a text, got <class"),
+    ],
+)
+def test_settings_of_another_type_are_told_by_their_name(give: Callable[[], object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        give()
+
+
+def test_a_model_of_which_all_is_frozen_is_not_trained_in_silence(tmp_path: Path) -> None:
+    model = build_model().requires_grad_(False)
+    trainer = RLTrainer(model, build_tokenizer(), config=config(tmp_path), reward_fn=digits)
+    with pytest.raises(ConfigError, match=r"no parameter of the actor is trainable .*requires_grad_\(True\)"):
+        trainer.train(PROMPTS)
 
 
 def test_a_name_is_a_model_and_what_would_be_ignored_is_refused(tmp_path: Path) -> None:

@@ -231,6 +231,38 @@ class Own(SchedulerPolicy):
         scheduler.update({task: _stats(task, 0.5) for task in "abc"}, 0)
 
 
+@pytest.mark.parametrize("given", ["None", "[1.0, 2.0]"])
+def test_preferences_that_are_no_mapping_are_told(tmp_path: Path, given: str) -> None:
+    text = f"""
+from multitask_rl.curriculum.base import SchedulerPolicy
+
+
+class Own(SchedulerPolicy):
+    def _preferences(self):
+        return {given}
+"""
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(PluginError, match=r"Own\._preferences returned .*; expected a mapping of tasks to"):
+        _bound(policy=f"{tmp_path / 'own.py'}:Own")
+
+
+def test_a_config_of_a_policy_that_lacks_the_keys_of_all_policies_is_told(tmp_path: Path) -> None:
+    text = """
+from dataclasses import dataclass
+
+from multitask_rl.curriculum.base import SchedulerPolicy
+
+
+class Own(SchedulerPolicy):
+    @dataclass
+    class Config:
+        patience: int = 3
+"""
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(PluginError, match=r"own\.py:Own\.Config has to extend .*SchedulerPolicyConfig"):
+        DynamicTaskWeightScheduler(policy=f"{tmp_path / 'own.py'}:Own")
+
+
 def test_zero_weight_task_gets_no_prompt_and_does_not_move_the_others() -> None:
     with_zero = _bound("abz", initial_weights={"a": 1, "b": 1, "z": 0})
     without = _bound("ab")

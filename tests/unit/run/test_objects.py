@@ -2,10 +2,13 @@
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy
+import pandas
 import pytest
 
 from multitask_rl.config.run import RunConfig
@@ -126,3 +129,42 @@ def test_rows_and_splits_that_cannot_be_used_are_refused() -> None:
         name_objects(RunConfig(), {"t": {"dataset": talk, "rewards": ["f1"]}}, None)
     with pytest.raises(DataError, match="no rows"):
         name_objects(RunConfig(), {"t": {"dataset": [], "rewards": ["f1"]}}, None)
+
+
+class Indexed:
+    """A data set of torch: rows by number, which can also be iterated over."""
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return ROWS[index]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (pandas.DataFrame(ROWS), r"got DataFrame; give a list of its rows: .* data\.to_dict\('records'\)"),
+        (pandas.Series(["a", "b"]), r"got Series; give .* list\(data\)"),
+        (numpy.array(["a", "b"]), r"got ndarray; give .* list\(data\)"),
+        ({"a", "b"}, r"got set; give .* list\(data\)"),
+        (Indexed(), r"got Indexed; give .* list\(data\)"),
+        ({"prompt": ["a"], "reference": ["b"]}, r"of columns .* datasets\.Dataset\.from_dict\(data\)"),
+    ],
+    ids=["DataFrame", "Series", "array", "set", "torch", "columns"],
+)
+def test_what_holds_rows_in_another_form_is_told_how_to_give_them(data: object, told: str) -> None:
+    with pytest.raises(DataError, match=rf"tasks\.t\.dataset: .*{told}"):
+        name_objects(RunConfig(), {"t": {"dataset": data, "rewards": ["f1"]}}, None)
+
+
+@pytest.mark.parametrize("split", ["train[:4]", "train[:50%]+train[80%:]", "validation[:2]", "a+b"])
+def test_a_slice_of_a_split_is_of_that_split(split: str) -> None:
+    data = datasets.Dataset.from_list(ROWS, split=split)
+    _, loader = name_objects(RunConfig(), {"t": {"dataset": data, "rewards": ["f1"]}}, None)
+    assert loader is not None
+    expected = {"a+b": ""}.get(split, split.partition("[")[0])
+    assert list(loader.splits["t"]) == [expected]

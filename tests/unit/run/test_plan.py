@@ -10,10 +10,11 @@ import pytest
 from multitask_rl.config.run import EvalConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
-from multitask_rl.errors import ConfigError, MissingExtraError
+from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
 from multitask_rl.run.learnable import check_learnable
 from multitask_rl.run.plan import plan_run, reach_warning, scale_warning, training_warnings
 from multitask_rl.step.task_state import build_algorithms
+from multitask_rl.trainer import Trainer
 
 
 def _warning(**types: tuple[str, dict[str, str]]) -> str:
@@ -84,6 +85,37 @@ def test_a_task_that_could_teach_nothing_is_refused(
             check_learnable(specs["t"], algorithm, group_size)
     else:
         check_learnable(specs["t"], algorithm, group_size)
+
+
+def test_a_config_of_an_algorithm_that_lacks_the_keys_of_its_base_is_told(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from multitask_rl.algorithms.grpo import GRPO\n\n\n"
+        "class Own(GRPO):\n    @dataclass\n    class Config:\n        k: int = 1\n"
+    )
+    specs = {"t": TaskSpec(name="t", type=f"{tmp_path / 'own.py'}:Own")}
+    with pytest.raises(PluginError, match=r"own\.py:Own\.Config has to extend .*GRPOConfig, whose keys GRPO"):
+        build_algorithms(specs)
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"),
+    [
+        ("scheduler.policy", {"scheduler": {"policy": "gone.py:Own"}}),
+        ("guard.plugin", {"guard": {"plugin": "gone.py:Own"}}),
+        ("training.backend", {"training": {"backend": "gone.py:Own"}}),
+        ("rollout.engine", {"rollout": {"engine": "gone.py:Own"}}),
+        ("tracking.trackers", {"tracking": {"trackers": ["gone.py:Own"]}}),
+        ("the run configuration: tasks.t.type", {}),
+    ],
+)
+def test_a_plugin_file_that_is_not_there_is_told_with_its_key(tmp_path, key, settings) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 2)
+    task = {"rewards": ["length"], "dataset": str(tmp_path / "rows.jsonl")}
+    task |= {} if settings else {"type": "gone.py:Own"}
+    settings = {"tasks": {"t": task}, "output_dir": str(tmp_path / "out"), **settings}
+    with pytest.raises(PluginError, match=rf"^{key}: the plugin file '.*gone\.py' does not exist"):
+        Trainer(config=settings)
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,23 @@ def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) ->
         Trackers(tmp_path, TrackingConfig(trackers=["aim"]), None)
 
 
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        (
+            "def __init__(self): pass",
+            "TypeError: .*unexpected keyword .*; it is called as",
+        ),
+        ("def __init__(self, **_): raise OSError('no server')", "OSError: no server"),
+    ],
+)
+def test_a_tracker_that_cannot_be_built_is_told_by_its_name(tmp_path: Path, init: str, told: str) -> None:
+    (tmp_path / "own.py").write_text(f"class T:\n    {init}\n    def log_metrics(self, *_): pass\n")
+    name = f"{tmp_path / 'own.py'}:T"
+    with pytest.raises(PluginError, match=rf"^tracking\.trackers: .*own\.py:T' cannot be built: {told}"):
+        Trackers(tmp_path, TrackingConfig(trackers=[name]), None)
+
+
 def test_a_log_handler_whose_stream_is_closed_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,3 +396,11 @@ def test_the_command_that_goes_on_is_quoted_for_the_shell_and_for_hydra(tmp_path
     tracker.finish("stopped")
     argument = shlex.split(lines.getvalue().splitlines()[-1])[5]
     assert argument == f'output_dir="{tmp_path}/a b"'
+
+
+def test_a_run_of_rows_that_its_script_gives_is_not_sent_to_the_command_line(tmp_path: Path) -> None:
+    tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=(lines := io.StringIO()))
+    tracker.start({"tasks": {"of_a_file": {"dataset": "a.jsonl"}, "of_objects": {"dataset": ""}}})
+    tracker.finish("stopped")
+    told = lines.getvalue().splitlines()[-1]
+    assert told.startswith(f"run stopped; next: the same script with output_dir={tmp_path} begins anew")

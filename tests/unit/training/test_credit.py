@@ -11,6 +11,7 @@ from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import RunConfig, ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
+from multitask_rl.errors import PluginError
 from multitask_rl.records import SamplingParams, Scored
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.stages import AdvantageStage, RewardStage
@@ -69,6 +70,15 @@ def advantages(
 def plugins(tmp_path):
     (tmp_path / "plugins.py").write_text(PLUGINS)
     return f"{tmp_path / 'plugins.py'}:"
+
+
+@pytest.mark.parametrize(("found", "told"), [(None, "NoneType"), (["a"], "str")])
+def test_samples_that_are_none_are_an_error_that_names_the_task(found, told):
+    algorithm = GRPO(GRPO.Config())
+    algorithm.select = lambda scored: found
+    spec = TaskSpec(name="t", type="own.py:Own", rewards=[RewardSpec(plugin="length")])
+    with pytest.raises(PluginError, match=rf"task 't': select\(\) of own.py:Own returned {told}, expected a"):
+        advantages(spec, algorithm, ["a", "bc"])
 
 
 @pytest.mark.parametrize("algorithm", [GRPO, GDPO])

@@ -11,7 +11,7 @@ from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
-from multitask_rl.errors import PluginError, TrainingError
+from multitask_rl.errors import PluginError, TrainingError, with_notes
 from multitask_rl.step.tokens import advantages_of, sampled_as
 from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
@@ -272,6 +272,34 @@ def test_what_an_algorithm_returns_in_a_wrong_shape_is_an_error_that_names_it(wr
     bench.tasks["b"].algorithm = algorithm
     with pytest.raises(PluginError, match=rf"task 'b': {wrong}\(\) of grpo {told}"):
         bench.update(sampled("b"), {"b": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("advantages", "told"),
+    [
+        (lambda batch: None, "returned None"),
+        (lambda batch: batch.rewards.tolist(), r"returned \[.*\]"),
+        (lambda batch: batch.rewards[:1], r"returned a tensor of shape \(1,\)"),
+    ],
+)
+def test_advantages_of_a_subclass_of_grpo_that_are_none_are_an_error_that_names_the_task(advantages, told):
+    bench = Bench()
+    algorithm = GRPO(GRPO.Config())
+    algorithm.reward_advantages = advantages
+    bench.tasks["b"].algorithm = algorithm
+    message = rf"task 'b': credit\(\) of grpo: reward_advantages\(\) {told}, expected a tensor \[\d+\]: one"
+    with pytest.raises(PluginError, match=message):
+        bench.update(sampled("b"), {"b": 1.0})
+
+
+def test_an_error_of_an_algorithm_names_its_task():
+    bench = Bench()
+    algorithm = GRPO(GRPO.Config())
+    algorithm.reward_advantages = lambda batch: batch.rewards / batch.rewrads
+    bench.tasks["b"].algorithm = algorithm
+    with pytest.raises(AttributeError) as caught:
+        bench.update(sampled("b"), {"b": 1.0})
+    assert with_notes(caught.value).endswith("'rewrads', in task 'b': credit() of grpo")
 
 
 def test_the_task_whose_loss_is_not_finite_is_named():
