@@ -98,8 +98,8 @@ def need_datasets(specs: Mapping[str, TaskSpec]) -> None:
         if not spec.dataset:
             raise ConfigError(
                 f"{spec.where}.dataset: task {name!r} has no data set; give a path, a Hugging Face id, "
-                "plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python. Rows that a script "
-                "gave as objects are not recorded: start that script again"
+                "plugin:<task> or reasoning_gym:<generator>, or pass a dataloader in Python. Rows that a "
+                "script gave as objects are not recorded: start that script again"
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from multitask_rl.config.schema.build import unknown_name
+from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import PluginError
 from multitask_rl.records import Event
 
