@@ -67,7 +67,15 @@ ROUNDINGS = 4.0
 REPEATS = 8
 
 TOKEN_METRICS = ("loss", "entropy", "ratio", "approx_kl", "clip_fraction", "dual_clip_fraction", "is_weight")
-TOKEN_METRICS += ("mismatch", "kl_loss", "nll", "value_loss", "value_clip_fraction", "policy_loss")
+TOKEN_METRICS += (
+    "mismatch",
+    "kl_loss",
+    "nll",
+    "value_loss",
+    "value_clip_fraction",
+    "policy_loss",
+    "teacher_kl",
+)
 CREDIT_METRICS = ("kl", "response_kl", "reward_scale", "advantage_rms", "reward_running_mean")
 CREDIT_METRICS += ("value_mean", "value_scale")
 STEP_METRICS = ("weight", "share_requested", "share_sampled", "share_trained", "kl_coefficient")
@@ -119,7 +127,9 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     every = case.settings.eval_every
     for number in range(case.num_steps):
         if every and number and number % every == 0:
-            problems = [f"evaluation {number}: {text}" for text in _compare_evaluation(run, product)]
+            problems = [
+                f"evaluation {number}: {text}" for text in _compare_evaluation(run, product, tolerance)
+            ]
             yield from problems
             if problems or product.guard.decision.action is GuardAction.rollback:
                 return
@@ -143,9 +153,11 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
-def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
+def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Iterator[str]:
     product.evaluate()
     numbers, alarms, is_good = run.evaluate()
+    # a loss or a KL comes of the model
+    relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
     for task in run.settings.tasks:
         evaluation = product.guard.evaluations[task.name]
         own = {
@@ -153,7 +165,8 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
         }
         yield from _compare_statistics(task.name, evaluation.metrics, own)
         main = {"primary": numbers[task.name]} if task.name in numbers else {}
-        yield from _compare_statistics(task.name, {"primary": evaluation.primary}, main)
+        primary = {"primary": evaluation.primary}
+        yield from _compare_statistics(task.name, primary, main, relative[task.name])
     decision = product.guard.decision
     if (decision.action is GuardAction.rollback) != alarms:
         yield f"guard decides {decision.action}, reference: alarm {alarms}"
@@ -166,7 +179,8 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
             known = {"value": detector.value, "demonstrated": demonstrated, "cusum": detector.cusum}
             for name, value in (known | {"cusum_limit": detector.limit}).items():
                 found = metrics.get(f"guard/{key}/{name}")
-                yield from _compare_number(f"guard/{key}/{name}", found, value)
+                own_relative = relative[key.partition("/")[0]]
+                yield from _compare_number(f"guard/{key}/{name}", found, value, own_relative)
     for task in run.settings.tasks:
         level = product.trainer.scheduler.metrics().get(f"task/{task.name}/level")
         if level is not None:
@@ -237,7 +251,7 @@ def _compare_step(
 
 
 def _compare_statistics(
-    task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number]
+    task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number], relative: float = NUMBER
 ) -> Iterator[str]:
     for name, own in expected.items():
         if name not in found:
@@ -246,8 +260,8 @@ def _compare_statistics(
         s = found[name]
         if (s.n, s.direction.value) != (own.n, own.direction):
             yield f"{task}/{name}: n, direction {s.n, s.direction.value}, reference {own.n, own.direction}"
-        yield from _compare_number(f"{task}/{name}", s.mean, own.mean)
-        yield from _compare_number(f"error of {task}/{name}", s.error, own.error)
+        yield from _compare_number(f"{task}/{name}", s.mean, own.mean, relative)
+        yield from _compare_number(f"error of {task}/{name}", s.error, own.error, relative)
 
 
 def _compare_number(
@@ -309,11 +323,20 @@ def _compare_samples(found: ProductStep, expected: Sequence[Sample], tolerance: 
         return
     for c, s in zip(found.credited, expected, strict=True):
         name = _name(c.sample.scored)
-        if name[:3] != s.name[:3] or list(c.sample.prompt_ids) != s.prompt:
+        if name[:3] != s.name[:3] or list(c.sample.prompt_ids) != s.answers[0].context:
             yield f"sample {name}, reference {s.name}"
             return
+        counted = c.choices.tolist() if c.choices is not None else [True] * len(s.ids)
+        if counted != [is_choice and not s.is_masked for is_choice in s.is_choice]:
+            yield f"{name}: in the loss {counted}, reference {s.is_choice}, masked {s.is_masked}"
+        yield from _compare_number(f"{name} fraction", c.fraction, s.fraction)
         yield from _compare_number(f"{name} credited reward", c.sample.reward, s.reward)
-        for what in ("advantages", "old_logprobs", "old_values", "returns"):
+        chosen = torch.tensor(s.is_choice)
+        assert s.advantages is not None
+        yield from _compare_tensor(
+            f"{name} advantages", c.advantages[chosen], s.advantages[chosen], tolerance
+        )
+        for what in ("old_logprobs", "old_values", "returns"):
             yield from _compare_tensor(f"{name} {what}", getattr(c, what), getattr(s, what), tolerance)
         yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs, tolerance)
         if c.has_gradient != s.is_active and not _is_rounding(c, tolerance.tiny):
@@ -336,6 +359,8 @@ def _compare_tensor(
     if found is None or expected is None:
         if found is not expected:
             yield f"{name} is {found}, reference {expected}"
+        return
+    if not expected.numel():
         return
     gap = (found.double() - expected).abs().max()
     if gap > tolerance.per_token * max(1.0, float(expected.abs().max())):

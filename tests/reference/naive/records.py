@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """What the policy wrote in one go: a whole response, or its part of an episode."""
+
+    context: list[int]
+    """Everything before it."""
+    ids: list[int]
+    logprobs: list[float]
+    finish: str
+    is_anew: bool = False
+    """Its context is not what was before, as the world began the conversation anew."""
 
 
 @dataclass(kw_only=True)
@@ -17,11 +31,14 @@ class Attempt:
     draw: int
     index: int
     attempt: int
-    prompt: list[int]
-    ids: list[int]
-    logprobs: list[float]
+    answers: list[Answer]
+    """One, or those of an episode."""
     finish: str
     version: int
+    earned: float | None = None
+    """What the world of an episode gave."""
+    lost: bool = False
+    """The engine, the world or a judge failed: nobody learns from it."""
     verdicts: dict[str, tuple[float, bool] | str | None] = field(default_factory=dict)
     """Constraint -> cost and violated, ``FAILED``, or None where it does not concern the response."""
     refused: bool = False
@@ -31,6 +48,10 @@ class Attempt:
     reward: float | None = None
     terms: list[tuple[float, float]] = field(default_factory=list)
     """Weight and value of each summand of the reward; NaN where it is not applicable."""
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for answer in self.answers for i in answer.ids]
 
     @property
     def group(self) -> tuple[str, int]:
@@ -52,19 +73,25 @@ class Attempt:
 
 @dataclass(kw_only=True)
 class Sample:
-    """What an update learns from."""
+    """What an update learns from. Lists and tensors [T] are over the tokens that the policy wrote."""
 
     task: str
     group: tuple[str, int]
     name: tuple[str, int, int, int]
-    prompt: list[int]
+    answers: list[Answer]
+    """With the contexts that the loss reads."""
     ids: list[int]
     reward: float
     rollout_logprobs: list[float] | None
     """None: not sampled by the policy."""
-    reference_prompt: list[int]
+    num_control: int = 0
+    """Tokens at the front of every context that a reference does not read."""
     is_masked: bool = False
     """Its tokens are not in the loss, nor in the number of tokens that divides it."""
+    is_choice: list[bool] = field(default_factory=list)
+    """[T] False: a grammar forced the token."""
+    fraction: float = 1.0
+    """Of a sample, as a part of an episode that began anew is less than one."""
     terms: list[tuple[float, float]] = field(default_factory=list)
     costs: list[float] = field(default_factory=list)
     """One per multiplier; NaN where the constraint does not concern the response."""
@@ -75,6 +102,42 @@ class Sample:
     returns: Tensor | None = None
     is_active: bool = True
     """False: the loss is known not to depend on it; it counts in the denominator only."""
+
+    @property
+    def num_counted(self) -> int:
+        """Tokens in the loss."""
+        return 0 if self.is_masked else sum(self.is_choice)
+
+    def take(self, places: Sequence[int]) -> Sample:
+        """The same with the tokens at ``places`` alone."""
+        index = torch.tensor(places, dtype=torch.long)
+        tensors = ("advantages", "old_logprobs", "reference_logprobs", "old_values", "returns")
+        own = {name: value[index] for name in tensors if (value := getattr(self, name)) is not None}
+        logprobs = self.rollout_logprobs
+        return replace(
+            self,
+            ids=[self.ids[i] for i in places],
+            is_choice=[self.is_choice[i] for i in places],
+            rollout_logprobs=None if logprobs is None else [logprobs[i] for i in places],
+            **own,
+        )
+
+    def parts(self) -> list[Sample]:
+        """A sample for each conversation of an episode, weighing by its tokens in the loss."""
+        found: list[Sample] = []
+        end = 0
+        for answer in self.answers:
+            end += len(answer.ids)
+            if answer.is_anew or not found:
+                found.append(replace(self.take([]), answers=[]))
+            answers = [*found[-1].answers, answer]
+            found[-1] = replace(
+                self.take(range(end - sum(len(a.ids) for a in answers), end)), answers=answers
+            )
+        total = self.num_counted
+        for part in found:
+            part.fraction = part.num_counted / total if total else len(part.ids) / len(self.ids)
+        return [part for part in found if part.ids]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,12 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
     found["length"] = number([float(len(a.ids)) for a in ends], [a.group for a in ends], "none", None)
     rate("truncated_rate", ends, [float(a.finish == "length") for a in ends])
     rate("failure_rate", final, [float(a.failed) for a in final])
+    if task.sentences is not None:
+        whole = [float(all(answer.finish == "stop" for answer in a.answers)) for a in ends]
+        found["grammar/accepted_rate"] = number(whole, [a.group for a in ends], "higher", (0.0, 1.0))
+    if task.max_turns:
+        turns = [float(len(a.answers)) for a in ends]
+        found["turns"] = number(turns, [a.group for a in ends], "none", None)
     if task.constraints:
         counted = [c for c in task.constraints if not (c.mode == "penalty" and c.weight == 0.0)]
         rate("cost", alive, [overall_cost(counted, a) for a in alive])
@@ -134,7 +140,8 @@ def step_statistics(
         mean = math.fsum(own) / len(own)
         deviations.append(math.sqrt(math.fsum((r - mean) ** 2 for r in own) / len(own)))
         *rest, best = sorted(own)
-        above.append(best - math.fsum(rest) / len(rest))
+        if task.needs_reward:
+            above.append(best - math.fsum(rest) / len(rest))
     numbers = describe(task, attempts, refused)
     mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
     spread = math.fsum(deviations) / len(deviations) if deviations else math.nan

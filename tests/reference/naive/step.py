@@ -5,21 +5,41 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
-from .experience import Sampler, groups_of, is_informative, keep, missing, outcome, run_prompt
+from .experience import (
+    World,
+    given_answer,
+    groups_of,
+    is_informative,
+    is_trainable,
+    keep,
+    missing,
+    outcome,
+    run_prompt,
+)
 from .guard import Guard
-from .loss import TokenSums, can_matter, minibatches, outputs, token_losses, token_weights, values_of
-from .model import scores_of
+from .loss import (
+    TokenSums,
+    allowed_tokens,
+    can_matter,
+    exact_kl,
+    minibatches,
+    outputs,
+    token_losses,
+    token_weights,
+    values_of,
+)
+from .model import merged, scores_of
 from .optimizer import AdamW, clipped, schedule
 from .quantiles import check_draws
-from .records import Attempt, Number, Sample
-from .settings import Answer, Settings, Task
+from .records import Answer, Attempt, Number, Sample, number
+from .settings import Asked, Settings, Task
 from .statistics import Refused, applied_ranges, describe, primary, shown_rewards, step_statistics
 
 
@@ -37,8 +57,8 @@ class Teacher:
 class Given:
     """What a step cannot know: the world, and choices made by chance."""
 
-    sampler: Sampler
-    answer: Answer
+    world: World
+    asked: Asked
     shuffle: Callable[[str, int, int, int], list[int]]
     """(task, step, epoch, number of samples) -> their order."""
     ranks: Mapping[str, int]
@@ -50,7 +70,9 @@ class Given:
     """What the scheduler has seen before the first step, as from a longer run."""
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
-    held_out_sampler: Sampler | None = None
+    held_out_world: World | None = None
+    teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Weights of the teacher of each task that has one."""
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
     """task -> what chance drew from its buffer in this step: draw and sample, quantile."""
 
@@ -115,7 +137,8 @@ class Run:
         self.late: list[tuple[int, list[Attempt]]] = []
         """Step at which it is scored, group."""
         self.buffers: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
-        self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
+        own = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
+        self.reference = dict(merged(own))
         self.margins: list[float] = []
         self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
         for seen in self.given.past:
@@ -135,18 +158,27 @@ class Run:
     def draw(self, counts: Mapping[str, int]) -> list[Attempt]:
         found = []
         for task in self.settings.tasks:
-            for _ in range(counts.get(task.name, 0)):
+            left = counts.get(task.name, 0)
+            while left:
                 number = self.draws[task.name]
                 self.draws[task.name] += 1
                 control = []
+                if task.type == "sft":
+                    given = given_answer(
+                        task, number, self.version, self.given.world, self.given.engine_fails
+                    )
+                    found += [given] if given else []
+                    left -= given is not None
+                    continue
+                left -= 1
                 if task.type == "reward_conditioned" and self.buffers[task.name]:
                     control = [self.settings.first_control_token + task.config["quantiles"] - 1]
                 found += run_prompt(
                     task,
                     number,
                     self.version,
-                    self.given.sampler,
-                    self.given.answer,
+                    self.given.world,
+                    self.given.asked,
                     control,
                     engine_fails=self.given.engine_fails,
                 )
@@ -156,7 +188,7 @@ class Run:
         self, attempts: list[Attempt], began: int
     ) -> tuple[list[Attempt], list[tuple[int, list[Attempt]]]]:
         """Groups that are scored when the quorum is reached, and those that come later, with the step."""
-        groups = groups_of(attempts)
+        groups = groups_of([a for a in attempts if self.settings[a.task].type != "sft"])
         needed = math.ceil(self.settings.quorum * len(groups) - 1e-9)
         # what waits is a reward, and refused responses have none
         asked = [name for name, own in groups.items() if any(not a.refused for a in own)]
@@ -234,27 +266,38 @@ class Run:
     def samples_of(self, kept: Sequence[Attempt]) -> list[Sample]:
         found = []
         for task in self.settings.tasks:
-            own = [a for a in kept if a.task == task.name and outcome(task, a) is not None]
+            own = [a for a in kept if a.task == task.name and is_trainable(task, a)]
             chosen = (
                 self.replayed(task.name, own) if task.type == "reward_conditioned" else [(a, -1) for a in own]
             )
             for a, quantile in chosen:
                 reward = outcome(task, a)
-                assert reward is not None
-                conditioned = task.type == "reward_conditioned"
                 first = self.settings.first_control_token
-                plain = [i for i in a.prompt if i < first]
+                control = [first + quantile] if task.type == "reward_conditioned" else []
+                answers = []
+                for answer in a.answers:
+                    plain = [i for i in answer.context if i < first]
+                    answers.append(replace(answer, context=[*control, *plain]))
+                is_choice = [True] * len(a.ids)
+                if task.sentences is not None and task.type != "ppo":
+                    is_choice = [
+                        len(allowed) > 1
+                        for answer in answers
+                        for allowed in allowed_tokens(self.settings, task.sentences, answer.ids)
+                    ]
+                is_sampled = task.type not in ("reward_conditioned", "sft")
                 found.append(
                     Sample(
                         task=task.name,
                         group=a.group,
                         name=a.name,
-                        prompt=[first + quantile, *plain] if conditioned else plain,
+                        answers=answers,
                         ids=a.ids,
-                        reward=reward,
-                        rollout_logprobs=None if conditioned else a.logprobs,
-                        reference_prompt=plain,
+                        reward=0.0 if reward is None else reward,
+                        rollout_logprobs=[x for own in answers for x in own.logprobs] if is_sampled else None,
+                        num_control=len(control),
                         is_masked=task.config["mask_truncated"] and a.finish == "length",
+                        is_choice=is_choice,
                         terms=list(a.terms) or [(w, math.nan) for w, _ in self.empty_terms(task.name)],
                         costs=[a.cost(m.rule.name) for m in self.multipliers[task.name]],
                     )
@@ -285,6 +328,7 @@ class Run:
         for task in self.settings.tasks:
             own = [s for s in samples if s.task == task.name]
             needs_reference = task.kl_coefficient > 0.0 and task.type != "reward_conditioned"
+            needs_reference |= task.type == "distill" and not task.config["exact"]
             if not own or not (self.many_updates or task.type == "ppo" or needs_reference):
                 continue
             with torch.no_grad():
@@ -293,7 +337,8 @@ class Run:
                 for s, (_, logits) in zip(own, found, strict=True):
                     s.old_logprobs = scores_of(logits, s.ids)[0]
                 if needs_reference:
-                    found_there = outputs(self.settings, self.rounded(self.reference), own, self.margins)
+                    other = self.given.teachers.get(task.name, self.reference)
+                    found_there = outputs(self.settings, self.rounded(other), own, self.margins)
                     for s, (_, logits) in zip(own, found_there, strict=True):
                         s.reference_logprobs = scores_of(logits, s.ids)[0]
                 if task.type == "ppo":
@@ -311,7 +356,7 @@ class Run:
             own = [s for s in samples if s.task == task.name]
             if not own:
                 continue
-            if own[0].reference_logprobs is not None:
+            if own[0].reference_logprobs is not None and task.type != "distill":
                 gaps = [float((s.old_logprobs - s.reference_logprobs).sum()) for s in own]  # type: ignore[operator]
                 metrics[task.name]["kl"] = math.fsum(gaps) / len(gaps)
             beta = self.kls[task.name].beta
@@ -331,7 +376,6 @@ class Run:
                     assert a is not None
                     s.advantages = torch.where(a == 0.0, a, a + size * torch.randn(1, dtype=a.dtype))
             for s in own:
-                s.is_active = can_matter(task, beta, s)
                 if not self.many_updates:
                     s.old_logprobs = None
 
@@ -369,7 +413,9 @@ class Run:
         self, active: Sequence[tuple[Sample, float]], factor: float, teacher: Teacher, sums: TokenSums
     ) -> Update:
         settings = self.settings
-        leaves = {n: w.detach().clone().requires_grad_(True) for n, w in self.rounded(self.weights).items()}
+        leaves = {n: w.detach().clone() for n, w in self.rounded(self.weights).items()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(not settings.lora_rank or "lora_" in name or name.startswith("critic."))
         actor = {n: w for n, w in leaves.items() if not n.startswith("critic.")}
         betas = {name: kl.beta for name, kl in self.kls.items()}
         losses = token_losses(
@@ -377,6 +423,7 @@ class Run:
             actor,
             self.critic(leaves),
             self.rounded(self.reference),
+            {name: self.rounded(own) for name, own in self.given.teachers.items()},
             [s for s, _ in active],
             betas,
             sums,
@@ -405,17 +452,21 @@ class Run:
         """Return metrics by ``task`` and ``task/metric``, whether the guard alarms, whether all is good."""
         numbers: dict[str, Number] = {}
         ends: dict[str, tuple[float, float] | None] = {}
-        assert self.given.held_out_sampler is not None
+        world = self.given.held_out_world
+        assert world is not None
         for task in self.settings.tasks:
+            if not task.has_rewards:
+                main = self.measure_texts(task, world)
+                numbers |= {task.name: main} if main is not None else {}
+                ends[task.name] = (0.0, math.inf)
+                continue
             control = []
             if task.type == "reward_conditioned":
                 control = [self.settings.first_control_token + task.config["quantiles"] - 1]
             attempts = [
                 attempt
                 for i in range(self.given.held_out[task.name])
-                for attempt in run_prompt(
-                    task, i, self.version, self.given.held_out_sampler, self.given.answer, control, 1
-                )
+                for attempt in run_prompt(task, i, self.version, world, self.given.asked, control, 1)
             ]
             memory = self.refused[task.name]
             own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
@@ -432,6 +483,35 @@ class Run:
                 self.scheduler.traces[task.name].calibrate(mean.mean, mean.error)
         return numbers, *self.guard.observe(numbers, ends)
 
+    def measure_texts(self, task: Task, world: World) -> Number | None:
+        """Of a task without rewards: the mean loss of given answers, or the KL to the teacher of its own."""
+        samples = []
+        for i in range(self.given.held_out[task.name]):
+            context = world.prompt(task.name, i)
+            ids = world.given(task.name, i)
+            if task.type == "distill":
+                ids = world.write(task.name, (i, 0, 0), 0, self.version, context, task.max_new_tokens).ids
+            answer = Answer(context=context, ids=ids, logprobs=[], finish="stop")
+            samples.append(
+                Sample(
+                    task=task.name,
+                    group=(task.name, i),
+                    name=(task.name, i, 0, 0),
+                    answers=[answer],
+                    ids=ids,
+                    reward=0.0,
+                    rollout_logprobs=None,
+                )
+            )
+        with torch.no_grad():
+            own = [logits for _, logits in outputs(self.settings, self.weights, samples, [])]
+            if task.type == "distill":
+                teacher = outputs(self.settings, self.given.teachers[task.name], samples, [])
+                values = [float(exact_kl(a, b).mean()) for a, (_, b) in zip(own, teacher, strict=True)]
+            else:
+                values = [-float(scores_of(a, s.ids)[0].mean()) for a, s in zip(own, samples, strict=True)]
+        return number(values, [s.group for s in samples], "lower", (0.0, math.inf))
+
     # ------------------------------------------------------------------ the step
 
     def step(self, teacher: Teacher) -> Result:
@@ -443,10 +523,14 @@ class Run:
         samples = self.samples_of(kept)
         self.look(samples)
         self.give_credit(samples, metrics)
+        samples = [part for s in samples for part in s.parts()]
+        for s in samples:
+            s.is_active = can_matter(settings[s.task], self.kls[s.task].beta, s)
         sums = TokenSums()
         updates = self.update(samples, self.loss_shares(batch.quotas, kept, samples), teacher, sums)
         decay = settings.reference_decay
-        self.reference = {n: decay * w + (1.0 - decay) * self.weights[n] for n, w in self.reference.items()}
+        now = merged(self.weights)
+        self.reference = {n: decay * w + (1.0 - decay) * now[n] for n, w in self.reference.items()}
         self.version += 1
         numbers = {}
         for task in settings.tasks:
