@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .naive.settings import DEFAULTS, POLICIES, ConstraintRule, RewardRule, Settings, Task
+from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, RewardRule, Settings, Task
 from .world import VOCABULARY, Past, Script
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
+STREAM = 50
+"""One of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
 
@@ -46,7 +48,7 @@ class Case:
 def draw_case(seed: int, *, with_more: bool = True) -> Case:
     """Return the case of ``seed``; half of them get ``with_more`` what ``_more`` adds."""
     case = _draw_case(seed)
-    if with_more and random.Random(f"more {seed}").random() < 0.5:
+    if with_more and random.Random(f"more{STREAM} {seed}").random() < 0.5:
         _more(case)
     return case
 
@@ -110,9 +112,11 @@ def _draw_case(seed: int) -> Case:
 
 def _more(case: Case) -> None:
     """Give tasks grammars and worlds, and make some of them ones of given answers or of a teacher."""
-    rng, settings = random.Random(f"kinds {case.seed}"), case.settings
+    rng, settings = random.Random(f"kinds{STREAM} {case.seed}"), case.settings
     for i, task in enumerate(settings.tasks):
         settings.tasks[i] = task = _other_kind(rng, task, case.scripts, settings.max_staleness)
+        if task.has_rewards:
+            task.eval_samples = rng.choice([1, 1, 2, 3])
         if task.type == "sft":
             continue
         if rng.random() < 0.3:
@@ -127,6 +131,16 @@ def _more(case: Case) -> None:
     has_control = any(t.type == "reward_conditioned" for t in settings.tasks)
     if rng.random() < 0.2 and settings.reference_decay == 1.0 and not has_control:
         settings.lora_rank = rng.choice([1, 2])
+    case.tied = rng.random() < 0.15
+    settings.guard_factors = [
+        {t.name: rng.choice([0.0, 0.5, 2.0]) for t in settings.tasks if rng.random() < 0.5}
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    ]
+    settings.guard_rate = rng.choice([1.0, 0.5])
+    if rng.random() < 0.3:
+        settings.anchors = [_anchor(rng, settings)]
+    if (settings.anchors or any(settings.guard_factors)) and not settings.eval_every:
+        settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
     known = [f"{t.name}/reward/{r.name}" for t in settings.tasks for r in t.rewards]
     known += [
         f"{t.name}/{m}"
@@ -141,6 +155,18 @@ def _more(case: Case) -> None:
         for m in ("violation_rate", "served_violation_rate", "rejection_rate", "cost")
     ]
     settings.watched = [name for name in settings.watched if name in known]
+    settings.watched += [f"{a.name}/kl" for a in settings.anchors if a.has_kl and rng.random() < 0.5]
+
+
+def _anchor(rng: random.Random, settings: Settings) -> Anchor:
+    has_answers = rng.random() < 0.7
+    return Anchor(
+        name="anchor",
+        has_answers=has_answers,
+        is_plain=has_answers and rng.random() < 0.4,
+        has_kl=settings.reference_decay == 1.0 and rng.random() < 0.7,
+        max_tokens=rng.choice([512, 2]),
+    )
 
 
 def _other_kind(rng: random.Random, task: Task, scripts: dict[str, Script], staleness: int) -> Task:

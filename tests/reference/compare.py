@@ -142,7 +142,10 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
         except AssertionError as error:
             yield f"step {number}: {error}"
             return
-        if result.margin < tolerance.too_close:
+        # a minibatch of advantages that are 0 but for rounding is a step on one side only
+        is_tiny = any(_is_rounding(c, tolerance.tiny) for c in found.credited)
+        is_cut = is_tiny and len(found.updates) != len(result.updates)
+        if result.margin < tolerance.too_close or is_cut:
             count.too_close += 1
             return
         count.compared += 1
@@ -158,12 +161,13 @@ def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Ite
     numbers, alarms, is_good = run.evaluate()
     # a loss or a KL comes of the model
     relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
-    for task in run.settings.tasks:
+    relative |= {a.name: tolerance.relative for a in run.settings.anchors}
+    for task in [*run.settings.tasks, *run.settings.anchors]:
         evaluation = product.guard.evaluations[task.name]
         own = {
             k.removeprefix(f"{task.name}/"): v for k, v in numbers.items() if k.startswith(f"{task.name}/")
         }
-        yield from _compare_statistics(task.name, evaluation.metrics, own)
+        yield from _compare_statistics(task.name, evaluation.metrics, own, relative[task.name])
         main = {"primary": numbers[task.name]} if task.name in numbers else {}
         primary = {"primary": evaluation.primary}
         yield from _compare_statistics(task.name, primary, main, relative[task.name])
@@ -323,7 +327,8 @@ def _compare_samples(found: ProductStep, expected: Sequence[Sample], tolerance: 
         return
     for c, s in zip(found.credited, expected, strict=True):
         name = _name(c.sample.scored)
-        if name[:3] != s.name[:3] or list(c.sample.prompt_ids) != s.answers[0].context:
+        is_same = list(c.sample.prompt_ids) == s.answers[0].context and list(c.sample.response_ids) == s.ids
+        if name[:3] != s.name[:3] or not is_same:
             yield f"sample {name}, reference {s.name}"
             return
         counted = c.choices.tolist() if c.choices is not None else [True] * len(s.ids)

@@ -57,7 +57,7 @@ from .cases import Case
 from .naive.controllers import Seen
 from .naive.experience import Said
 from .naive.records import Answer
-from .naive.settings import FAILED, Task
+from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
 
 if str(Path(__file__).parents[1]) not in sys.path:
@@ -200,9 +200,19 @@ class RecordingGuard(SafetyGuard):
     stats: Mapping[str, TaskStats] = {}
     evaluations: Mapping[str, TaskEvaluation] = {}
     decision = GuardDecision()
+    factors: Sequence[Mapping[str, float]] = ()
+    rate = 1.0
+    number = 0
+    """Of evaluations so far."""
+
+    def weight_factors(self) -> dict[str, float]:
+        return dict(self.factors[min(self.number, len(self.factors)) - 1]) if self.factors else {}
+
+    def lr_factor(self, step: int) -> float:
+        return self.rate if self.number else 1.0
 
     def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
-        self.evaluations = evaluations
+        self.evaluations, self.number = evaluations, self.number + 1
         self.decision = super().observe(step, evaluations)
         return GuardDecision(judged_good=self.decision.judged_good)
 
@@ -265,7 +275,8 @@ class Product:
             reference_decay=settings.reference_decay, lora=LoraConfig(rank=settings.lora_rank)
         )
         config = RunConfig(
-            tasks={t.name: _spec(case, t, self._teacher_directory) for t in settings.tasks},
+            tasks={t.name: _spec(case, t, self._teacher_directory) for t in settings.tasks}
+            | {a.name: _anchor_spec(a) for a in settings.anchors},
             output_dir=str(self.directory),
             max_steps=settings.max_steps,
             seed=case.seed,
@@ -309,7 +320,7 @@ class Product:
                     "train": rows(case, t.name, range(world.NUM_ROWS)),
                     "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
                 }
-                for t in settings.tasks
+                for t in [*settings.tasks, *settings.anchors]
             },
             batch_size=settings.prompts_per_step,
         )
@@ -319,9 +330,9 @@ class Product:
             (ScriptedEngine,),
             {"sentences": {json.dumps(t.grammar): t.sentences for t in settings.tasks if t.grammar}},
         )
-        names = [t.name for t in settings.tasks]
-        watched = [*names, *settings.watched]
+        watched = [t.name for t in [*settings.tasks, *settings.anchors]] + settings.watched
         self.guard = RecordingGuard(monitor_metrics=watched, confirm=False, act_on_hacking=False)
+        self.guard.factors, self.guard.rate = settings.guard_factors, settings.guard_rate
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
@@ -498,7 +509,7 @@ def _model(case: Case, seed: int) -> LlamaForCausalLM:
         eos_token_id=world.EOS,
         bos_token_id=None,
         initializer_range=0.3,
-        tie_word_embeddings=False,
+        tie_word_embeddings=case.tied,
     )
     # float64 weights in both arithmetics: the reference starts from the same ones
     return LlamaForCausalLM(config).double()
@@ -569,6 +580,7 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         "loss_weight": task.loss_weight,
         "group_size": task.group_size,
         "target": task.target,
+        "eval_samples": task.eval_samples,
         "primary_metric": task.primary_metric,
         "higher_is_better": task.higher_is_better,
         "sampling": {
@@ -591,6 +603,17 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
     if task.min_share is not None:
         given["min_share"] = task.min_share
     return given
+
+
+def _anchor_spec(anchor: Anchor) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "type": "anchor",
+        "algorithm_config": {"kl": anchor.has_kl, "max_tokens": anchor.max_tokens},
+        "sampling": {"max_new_tokens": anchor.max_new_tokens},
+    }
+    if anchor.has_answers:
+        given["answer"] = "{answer}"
+    return given | ({"prompt": ""} if anchor.is_plain else {})
 
 
 def _loses(case: Case) -> Callable[[str, int, int], bool]:
@@ -663,9 +686,6 @@ class Words:
     purpose: str
     row: Callable[[str, int], int]
 
-    def _seed(self, task: str, place: Sequence[int], *of: int | str) -> int:
-        return derive_seed(self.case.seed, self.purpose, task, *place, *of)
-
     def prompt(self, task: str, draw: int) -> list[int]:
         return world.prompt_ids(self.case.seed, task, self.row(task, draw))
 
@@ -673,14 +693,24 @@ class Words:
         return world.answer_ids(self.case.seed, task, self.row(task, draw))
 
     def write(
-        self, task: str, place: tuple[int, int, int], turn: int, version: int, context: list[int], most: int
+        self,
+        task: str,
+        place: tuple[int, int, int],
+        turn: int,
+        version: int,
+        context: list[int],
+        most: int,
+        purpose: str = "",
     ) -> Answer:
-        seed = self._seed(task, place, *([turn] if turn else []))
-        said = world.respond(context, seed, version, most, self.case.settings[task].sentences)
+        turns = [turn] if turn else []
+        seed = derive_seed(self.case.seed, purpose or self.purpose, task, *place, *turns)
+        sentences = {t.name: t.sentences for t in self.case.settings.tasks}.get(task)
+        said = world.respond(context, seed, version, most, sentences)
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
-        seed = derive_seed(self._seed(task, place, "world"), tried) % 2**32
+        episode = derive_seed(self.case.seed, self.purpose, task, *place, "world")
+        seed = derive_seed(episode, tried) % 2**32
         text = world.heard(said[-1].ids) if said else ""
         own = world.reply(self.case.seed, task, self.row(task, place[0]), seed, len(said), text)
         ids = [world.VOCABULARY.index(c) for c in own.text]

@@ -314,6 +314,20 @@ def adapters_count_once_more(patch):
     )
 
 
+def frozen_tasks_keep_a_share(patch):
+    real = DynamicTaskWeightScheduler.set_factors
+    patch.setattr(
+        DynamicTaskWeightScheduler,
+        "set_factors",
+        lambda self, factors: real(self, {name: max(0.1, f) for name, f in factors.items()}),
+    )
+
+
+def the_kl_of_an_anchor_is_turned_around(patch):
+    real = runner.exact_kl
+    patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -392,6 +406,12 @@ FAULTS = {
     a_teacher_has_another_temperature: has(("distill",), exact=True),
     given_answers_have_no_end: has(("sft",)),
     adapters_count_once_more: lambda case: case.settings.lora_rank > 0,
+    frozen_tasks_keep_a_share: lambda case: (
+        evaluates()(case) and any(0.0 in own.values() for own in case.settings.guard_factors)
+    ),
+    the_kl_of_an_anchor_is_turned_around: lambda case: (
+        evaluates()(case) and any(a.has_kl for a in case.settings.anchors)
+    ),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
 

@@ -35,7 +35,14 @@ class World(Protocol):
         ...
 
     def write(
-        self, task: str, place: tuple[int, int, int], turn: int, version: int, context: list[int], most: int
+        self,
+        task: str,
+        place: tuple[int, int, int],
+        turn: int,
+        version: int,
+        context: list[int],
+        most: int,
+        purpose: str = "",
     ) -> Answer: ...
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         """The world's reply to the answers so far; to none of them what it says first."""

@@ -84,7 +84,8 @@ def before_each_token(
 
 
 def logits_of(weights: Weights, hidden: Tensor) -> Tensor:
-    return hidden @ weights["lm_head.weight"].T
+    """With one weight for embeddings and output where there is no other."""
+    return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
 
 
 def sampled_logits(

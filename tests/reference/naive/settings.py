@@ -125,6 +125,7 @@ class Task:
     """Of its grammar: all that a response may be, without the end token."""
     max_turns: int = 0
     """Most answers of an episode; 0 = no world, one response."""
+    eval_samples: int = 1
     max_episode_tokens: int = 0
     """0 = ``max_turns`` whole answers."""
     given: dict[str, Any] = field(init=False)
@@ -163,8 +164,27 @@ class Task:
 
 
 @dataclass(kw_only=True)
+class Anchor:
+    """Held-out texts of which every evaluation measures the loss, and the KL to the initial weights."""
+
+    name: str
+    has_answers: bool = True
+    """The rows have the texts; else the actor writes them once."""
+    is_plain: bool = False
+    """The answers are whole texts, without a prompt and an end."""
+    has_kl: bool = True
+    max_tokens: int = 512
+    max_new_tokens: int = 5
+
+
+@dataclass(kw_only=True)
 class Settings:
     tasks: list[Task]
+    anchors: list[Anchor] = field(default_factory=list)
+    guard_factors: list[dict[str, float]] = field(default_factory=list)
+    """What the guard multiplies shares by, task by task, from each evaluation on; the last ones stay."""
+    guard_rate: float = 1.0
+    """... and the learning rate, from the first one on."""
     prompts_per_step: int = 8
     num_minibatches: int = 1
     num_epochs: int = 1

@@ -98,6 +98,31 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
     return {name: value for name, value in found.items() if value is not None}
 
 
+def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[str, Number]:
+    """pass@j: the chance that one of j responses to a prompt reaches the good end of its range."""
+    name, final = task.primary_metric, last_attempts(attempts)
+    found: dict[str, Number] = {}
+    if task.eval_samples == 1 or task.range_of(name) is None:
+        return found
+    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    side = 1 if task.higher_is_better else -1
+    prompts: dict[object, list[bool]] = {a.group: [] for a in final}
+    for a, value in zip(final, values, strict=True):
+        if not math.isnan(value):
+            ends = (applied_ranges(task, [a]) if name == "reward" else []) or [task.range_of(name)]
+            assert ends[0] is not None
+            good = ends[0][1] if side > 0 else ends[0][0]
+            prompts[a.group].append(not a.refused and side * (value - good) >= -1e-9)
+    for j in sorted({2**i for i in range(9) if 2**i <= task.eval_samples} | {task.eval_samples}):
+        rates = []
+        for own in prompts.values():
+            n, c = len(own), sum(own)
+            rates.append(1.0 - math.comb(n - c, j) / math.comb(n, j) if n >= j else math.nan)
+        if (rate := number(rates, list(prompts), "higher", (0.0, 1.0))) is not None:
+            found[f"pass@{j}"] = rate
+    return found
+
+
 def violates(attempt: Attempt) -> float:
     """1 where a constraint is violated, 0 where none is, NaN where none concerns the response."""
     concerned = [v for v in attempt.verdicts.values() if isinstance(v, tuple)]

@@ -35,12 +35,20 @@ from .loss import (
     token_weights,
     values_of,
 )
-from .model import merged, scores_of
+from .model import before_each_token, logits_of, merged, scores_of
 from .optimizer import AdamW, clipped, schedule
 from .quantiles import check_draws
 from .records import Answer, Attempt, Number, Sample, number
-from .settings import Asked, Settings, Task
-from .statistics import Refused, applied_ranges, describe, primary, shown_rewards, step_statistics
+from .settings import Anchor, Asked, Settings, Task
+from .statistics import (
+    Refused,
+    applied_ranges,
+    describe,
+    primary,
+    shown_rewards,
+    solved_rates,
+    step_statistics,
+)
 
 
 class Teacher:
@@ -140,7 +148,12 @@ class Run:
         own = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
         self.reference = dict(merged(own))
         self.margins: list[float] = []
-        self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
+        anchors = self.settings.anchors
+        names = [t.name for t in self.settings.tasks] + [a.name for a in anchors]
+        self.guard = Guard(names + self.settings.watched, [f"{a.name}/kl" for a in anchors])
+        self.evaluations = 0
+        self.written: dict[str, dict[int, list[int]]] = {}
+        """What the actor wrote for an anchor without given texts."""
         for seen in self.given.past:
             self.scheduler.observe(seen)
 
@@ -391,7 +404,7 @@ class Run:
         self, samples: Sequence[Sample], shares: Mapping[str, float], teacher: Teacher, sums: TokenSums
     ) -> list[Update]:
         settings, updates = self.settings, []
-        factor = schedule(settings, self.step_number)
+        factor = schedule(settings, self.step_number) * (settings.guard_rate if self.evaluations else 1.0)
         for epoch in range(settings.num_epochs):
             order = {
                 t.name: self.given.shuffle(
@@ -466,10 +479,14 @@ class Run:
             attempts = [
                 attempt
                 for i in range(self.given.held_out[task.name])
-                for attempt in run_prompt(task, i, self.version, world, self.given.asked, control, 1)
+                for attempt in run_prompt(
+                    task, i, self.version, world, self.given.asked, control, task.eval_samples
+                )
             ]
             memory = self.refused[task.name]
             own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
+            rates = solved_rates(task, attempts, memory)
+            own |= {f"{task.name}/{k}": v for k, v in rates.items()}
             main = primary(task, attempts, memory)
             numbers |= own | ({task.name: main} if main is not None else {})
             ends[task.name] = task.range_of(task.primary_metric)
@@ -481,7 +498,45 @@ class Run:
             mean = own.get(f"{task.name}/reward_mean")
             if mean is not None and task.name in self.scheduler.traces:
                 self.scheduler.traces[task.name].calibrate(mean.mean, mean.error)
+        for anchor in self.settings.anchors:
+            measured = self.measure_anchor(anchor)
+            numbers |= measured
+            ends |= dict.fromkeys(measured, (0.0, math.inf))
+        self.evaluations += 1
+        if factors := self.settings.guard_factors:
+            self.scheduler.factors = factors[min(self.evaluations, len(factors)) - 1]
         return numbers, *self.guard.observe(numbers, ends)
+
+    def measure_anchor(self, anchor: Anchor) -> dict[str, Number]:
+        """Loss under the actor and KL(initial actor, actor), each text's mean over its tokens."""
+        world, memory = self.given.held_out_world, self.written.setdefault(anchor.name, {})
+        assert world is not None
+        texts = []
+        for i in range(self.given.held_out[anchor.name]):
+            context, ids = world.prompt(anchor.name, i), world.given(anchor.name, i)
+            if not anchor.has_answers:
+                if i not in memory:
+                    place, most = (i, 0, 0), anchor.max_new_tokens
+                    memory[i] = world.write(anchor.name, place, 0, self.version, context, most, "anchor").ids
+                ids = memory[i]
+            if anchor.is_plain:
+                text = ids[:-1][: anchor.max_tokens]
+                context, ids = text[:1], text[1:]
+            if ids := ids[: anchor.max_tokens]:
+                texts.append((context, ids))
+        models = (merged(self.weights), self.reference if anchor.has_kl else {})
+        losses, kls = [], []
+        for context, ids in texts:
+            heads = (self.settings.num_heads, self.settings.num_key_value_heads)
+            logits = [
+                logits_of(own, before_each_token(own, [context], [ids], *heads)[0]) for own in models if own
+            ]
+            losses.append(-float(scores_of(logits[0], ids)[0].mean()))
+            if anchor.has_kl:
+                kls.append(float(exact_kl(logits[1], logits[0]).mean()))
+        found = {anchor.name: losses} | ({f"{anchor.name}/kl": kls} if kls else {})
+        known = {key: number(own, range(len(own)), "lower", (0.0, math.inf)) for key, own in found.items()}
+        return {key: own for key, own in known.items() if own is not None}
 
     def measure_texts(self, task: Task, world: World) -> Number | None:
         """Of a task without rewards: the mean loss of given answers, or the KL to the teacher of its own."""
