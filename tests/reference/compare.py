@@ -217,9 +217,10 @@ def _compare_step(
         largest = max(
             (float(s.advantages.abs().max()) for s in result.samples if s.task == task.name), default=0.0
         )
+        longest = max((len(s.ids) for s in result.samples if s.task == task.name), default=0)
         for name in names:
-            # losses are sums that nearly cancel
-            size = largest if name in tokens else 0.0
+            # losses are sums that nearly cancel, a KL one over all tokens of a response
+            size = largest if name in tokens else float(longest) if name in ("kl", "response_kl") else 0.0
             of_tensors = name in (*tokens, *CREDIT_METRICS, "kl_coefficient")
             number = found.numbers.get(f"task/{task.name}/{name}")
             yield from _compare_number(

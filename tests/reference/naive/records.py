@@ -160,8 +160,8 @@ def number(
     """Mean of the finite values with its standard error; None where there are none.
 
     Prompts are independent, responses to one prompt are not: the error of a ratio of sums over prompts.
-    A rate (values at the two ends of the range only; 0 and 1 where none is declared) has at least the error
-    with two more events and two more non-events.
+    A rate (values at the two ends of the range only; 0 and 1 where none is declared; not without an upper
+    end) has at least the error with two more events and two more non-events.
     """
     known = [(v, p) for v, p in zip(values, prompts, strict=True) if math.isfinite(v)]
     if not known:
@@ -176,7 +176,7 @@ def number(
     if units > 1:
         error = math.sqrt(units / (units - 1) * math.fsum(x * x for x in excess.values())) / n
     low, high = ends or (0.0, 1.0)
-    if high > low and all(v in (low, high) for v, _ in known):
+    if low < high < math.inf and all(v in (low, high) for v, _ in known):
         events = sum(v == high for v, _ in known)
         rate = (events + 2) / (n + 4)
         least = (high - low) * math.sqrt(rate * (1.0 - rate) / (n + 4))
