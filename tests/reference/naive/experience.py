@@ -286,7 +286,7 @@ def missing(
         lacks = quotas[task.name] - found - late.get(task.name, 0)
         rate = (found + 4.0 * rate_of(task.name)) / (len(own) + 4.0)
         if lacks > 0 and rate >= 0.05:
-            wanted[task.name] = math.ceil(lacks * min(1.0 / rate, 3.0))
+            wanted[task.name] = math.ceil(lacks * min(1.0 / rate, 3.0) - 1e-9)
     return wanted
 
 
