@@ -37,6 +37,8 @@ class Case:
     past_steps: int = 0
     past: dict[str, Past] = field(default_factory=dict)
     """What the scheduler has seen of each task before the first step."""
+    resumed_at: int = 0
+    """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
     arithmetic: str = "float64"
     """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
 
@@ -141,6 +143,8 @@ def _more(case: Case) -> None:
         settings.anchors = [_anchor(rng, settings)]
     if (settings.anchors or any(settings.guard_factors)) and not settings.eval_every:
         settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+    if settings.max_staleness == 0 and case.num_steps > 1 and rng.random() < 0.25:
+        case.resumed_at = rng.randrange(1, case.num_steps)
     known = [f"{t.name}/reward/{r.name}" for t in settings.tasks for r in t.rewards]
     known += [
         f"{t.name}/{m}"

@@ -400,6 +400,8 @@ class Product:
         return {name: p.detach().double().clone() for name, p in self.named().items()}
 
     def evaluate(self) -> None:
+        with self._worlds_here():
+            self.trainer._open()
         self.trainer.parts.supervisor.inspect()
 
     @contextmanager
@@ -437,6 +439,14 @@ class Product:
             },
             betas={n: r.kl.coefficient for n, r in self.trainer.tasks.items()},
         )
+
+    def reopen(self) -> None:
+        """Save the run, end it, and begin it anew from its checkpoint."""
+        number = self.guard.number
+        self.trainer.parts.supervisor.save()
+        self.close()
+        self.__post_init__()
+        self.guard.number = number
 
     def close(self) -> None:
         self.trainer.close()

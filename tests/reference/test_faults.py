@@ -323,6 +323,16 @@ def frozen_tasks_keep_a_share(patch):
     )
 
 
+def a_resumed_run_owes_nothing(patch):
+    real = DynamicTaskWeightScheduler.load_state_dict
+
+    def load_state_dict(self, *given, **named):
+        real(self, *given, **named)
+        self.carry = {}
+
+    patch.setattr(DynamicTaskWeightScheduler, "load_state_dict", load_state_dict)
+
+
 def the_kl_of_an_anchor_is_turned_around(patch):
     real = runner.exact_kl
     patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
@@ -409,6 +419,7 @@ FAULTS = {
     frozen_tasks_keep_a_share: lambda case: (
         evaluates()(case) and any(0.0 in own.values() for own in case.settings.guard_factors)
     ),
+    a_resumed_run_owes_nothing: lambda case: case.resumed_at > 0 and len(case.settings.tasks) > 1,
     the_kl_of_an_anchor_is_turned_around: lambda case: (
         evaluates()(case) and any(a.has_kl for a in case.settings.anchors)
     ),
