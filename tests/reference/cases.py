@@ -143,7 +143,7 @@ def _more(case: Case) -> None:
         settings.anchors = [_anchor(rng, settings)]
     if (settings.anchors or any(settings.guard_factors)) and not settings.eval_every:
         settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
-    if settings.max_staleness == 0 and case.num_steps > 1 and rng.random() < 0.25:
+    if case.num_steps > 1 and rng.random() < 0.25:
         case.resumed_at = rng.randrange(1, case.num_steps)
     known = [f"{t.name}/reward/{r.name}" for t in settings.tasks for r in t.rewards]
     known += [

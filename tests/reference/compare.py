@@ -128,6 +128,7 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     for number in range(case.num_steps):
         if number and number == case.resumed_at:
             product.reopen()
+            run.reopen()
         if every and number and number % every == 0:
             problems = [
                 f"evaluation {number}: {text}" for text in _compare_evaluation(run, product, tolerance)

@@ -399,24 +399,25 @@ class Product:
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().double().clone() for name, p in self.named().items()}
 
-    def evaluate(self) -> None:
-        with self._worlds_here():
-            self.trainer._open()
-        self.trainer.parts.supervisor.inspect()
+    def open(self) -> None:
+        """Build the run's parts, once."""
 
-    @contextmanager
-    def _worlds_here(self) -> Iterator[None]:
         def build(plan: Any) -> Worlds | None:
             specs = {n: WorldSpec.of_task(s) for n, s in plan.specs.items() if s.environment}
             return Worlds(specs) if specs else None
 
         with patch.object(assembly, "build_worlds", build):
-            yield
+            self.trainer._open()
+
+    def evaluate(self) -> None:
+        self.open()
+        self.trainer.parts.supervisor.inspect()
 
     def step(self) -> ProductStep:
+        self.open()
         self.credited.clear()
         self.scorer.step = self.trainer.step
-        with _watched_updates(self) as updates, self._worlds_here():
+        with _watched_updates(self) as updates:
             report = self.trainer.train_step()
         lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         scheduler = self.trainer.scheduler
@@ -443,6 +444,7 @@ class Product:
     def reopen(self) -> None:
         """Save the run, end it, and begin it anew from its checkpoint."""
         number = self.guard.number
+        self.trainer.parts.experience.rewind()  # as a run does that a signal ends
         self.trainer.parts.supervisor.save()
         self.close()
         self.__post_init__()

@@ -117,6 +117,10 @@ class Batch:
     shares: dict[str, float]
     quotas: dict[str, int]
     attempts: list[Attempt]
+    drawn_before: dict[str, int]
+    """Prompts that each task had drawn."""
+    moved: dict[str, float]
+    """What its quotas took from, or added to, what each task is owed."""
 
 
 @dataclass
@@ -218,9 +222,10 @@ class Run:
             stop = min(stop, (self.step_number // settings.eval_every + 1) * settings.eval_every)
         last = min(self.step_number + self.lag, stop - 1)
         while self.step_number + len(self.ahead) <= last:
-            shares = self.scheduler.shares()
+            shares, before, draws = self.scheduler.shares(), self.scheduler.carry, dict(self.draws)
             quotas = self.scheduler.quotas()
-            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas)))
+            moved = {n: x - before.get(n, 0.0) for n, x in self.scheduler.carry.items()}
+            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas), draws, moved))
         batch = self.ahead.popleft()
         quotas = batch.quotas
         drawn, late = self.split_late(batch.attempts, batch.began)
@@ -251,6 +256,17 @@ class Run:
         self.late = waiting
         self.settle(kept, entitled, dropped)
         return batch, drawn, kept
+
+    def reopen(self) -> None:
+        """Go on from a checkpoint: it leaves out what is sampled ahead, and owes late groups."""
+        if self.ahead:
+            self.draws = dict(self.ahead[0].drawn_before)
+        for batch in self.ahead:
+            for name, x in batch.moved.items():
+                self.scheduler.carry[name] -= x
+        self.ahead.clear()
+        self.scheduler.carry_over(_count(group[0].task for _, group in self.late))
+        self.late = []
 
     def settle(
         self, kept: Sequence[Attempt], entitled: Mapping[str, int], dropped: Mapping[str, int]
