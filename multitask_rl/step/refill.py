@@ -56,7 +56,8 @@ class Refill:
                 lacking, known = quotas[name] - found - open_groups.get(name, 0), self._informative_rate(name)
                 rate = (found + PRIOR_GROUPS * known) / (len(groups[name]) + PRIOR_GROUPS)
                 if lacking > 0 and rate >= MIN_RATE:
-                    missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING))
+                    # the rate is rounded: 2.0000000000000004 prompts are 2
+                    missing[name] = math.ceil(lacking * min(1.0 / rate, MAX_OVERSAMPLING) - 1e-9)
             if not missing:
                 break
             drawn = drawn + experience(missing)

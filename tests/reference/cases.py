@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .naive.settings import DEFAULTS, POLICIES, ConstraintRule, RewardRule, Settings, Task
-from .world import Past, Script
+from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, RewardRule, Settings, Task
+from .world import VOCABULARY, Past, Script
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
+STREAM = 50
+"""One of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
 
@@ -35,6 +37,8 @@ class Case:
     past_steps: int = 0
     past: dict[str, Past] = field(default_factory=dict)
     """What the scheduler has seen of each task before the first step."""
+    resumed_at: int = 0
+    """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
     arithmetic: str = "float64"
     """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
 
@@ -43,7 +47,15 @@ class Case:
         return json.dumps(asdict(self), default=str)
 
 
-def draw_case(seed: int) -> Case:
+def draw_case(seed: int, *, with_more: bool = True) -> Case:
+    """Return the case of ``seed``; half of them get ``with_more`` what ``_more`` adds."""
+    case = _draw_case(seed)
+    if with_more and random.Random(f"more{STREAM} {seed}").random() < 0.5:
+        _more(case)
+    return case
+
+
+def _draw_case(seed: int) -> Case:
     rng = random.Random(f"case {seed}")
     number = rng.choice([1, 2, 2, 3])
     scripts: dict[str, Script] = {}
@@ -100,6 +112,111 @@ def draw_case(seed: int) -> Case:
     )
 
 
+def _more(case: Case) -> None:
+    """Give tasks grammars and worlds, and make some of them ones of given answers or of a teacher."""
+    rng, settings = random.Random(f"kinds{STREAM} {case.seed}"), case.settings
+    for i, task in enumerate(settings.tasks):
+        settings.tasks[i] = task = _other_kind(rng, task, case.scripts, settings.max_staleness)
+        if task.has_rewards:
+            task.eval_samples = rng.choice([1, 1, 2, 3])
+        if task.type == "sft":
+            continue
+        if rng.random() < 0.3:
+            task.grammar, task.sentences = _grammar(rng, task.max_new_tokens)
+        if rng.random() < 0.35:
+            task.max_turns = rng.choice([1, 2, 3])
+            task.max_episode_tokens = rng.choice([0, 0, 4, 8])
+            if not task.rewards or rng.random() < 0.4:  # without others it is added
+                ends = rng.choice([{}, {"low": 0.0, "high": 3.0}])
+                rule = RewardRule(name="environment", is_of_world=True, weight=rng.choice([1.0, 0.5]), **ends)
+                task.rewards.append(rule)
+    has_control = any(t.type == "reward_conditioned" for t in settings.tasks)
+    if rng.random() < 0.2 and settings.reference_decay == 1.0 and not has_control:
+        settings.lora_rank = rng.choice([1, 2])
+    case.tied = rng.random() < 0.15
+    settings.guard_factors = [
+        {t.name: rng.choice([0.0, 0.5, 2.0]) for t in settings.tasks if rng.random() < 0.5}
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    ]
+    settings.guard_rate = rng.choice([1.0, 0.5])
+    if rng.random() < 0.3:
+        settings.anchors = [_anchor(rng, settings)]
+    if (settings.anchors or any(settings.guard_factors)) and not settings.eval_every:
+        settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+    if case.num_steps > 1 and rng.random() < 0.25:
+        case.resumed_at = rng.randrange(1, case.num_steps)
+    known = [f"{t.name}/reward/{r.name}" for t in settings.tasks for r in t.rewards]
+    known += [
+        f"{t.name}/{m}"
+        for t in settings.tasks
+        if t.has_rewards
+        for m in ("truncated_rate", "failure_rate", "reward_mean")
+    ]
+    known += [
+        f"{t.name}/{m}"
+        for t in settings.tasks
+        if t.constraints
+        for m in ("violation_rate", "served_violation_rate", "rejection_rate", "cost")
+    ]
+    settings.watched = [name for name in settings.watched if name in known]
+    settings.watched += [f"{a.name}/kl" for a in settings.anchors if a.has_kl and rng.random() < 0.5]
+
+
+def _anchor(rng: random.Random, settings: Settings) -> Anchor:
+    has_answers = rng.random() < 0.7
+    return Anchor(
+        name="anchor",
+        has_answers=has_answers,
+        is_plain=has_answers and rng.random() < 0.4,
+        has_kl=settings.reference_decay == 1.0 and rng.random() < 0.7,
+        max_tokens=rng.choice([512, 2]),
+    )
+
+
+def _other_kind(rng: random.Random, task: Task, scripts: dict[str, Script], staleness: int) -> Task:
+    """The task as one of given answers or of a teacher; three of four stay as they are."""
+    kind = rng.choice(["", "", "", "", "", "sft", "distill", "distill"])
+    if not kind:
+        return task
+    rewards = task.rewards if rng.random() < 0.4 else []
+    constraints = [c for c in task.constraints if c.mode == "reject" and kind == "distill" and rewards]
+    config = _config(rng, kind, staleness)
+    if rng.random() < 0.2:
+        config["mask_truncated"] = True
+    names = ("name", "weight", "min_share", "loss_weight", "max_new_tokens", "temperature", "top_k", "top_p")
+    own = {name: getattr(task, name) for name in (*names, "target")}
+    known = task.primary_metric in [r.name for r in rewards]
+    return Task(
+        **own,
+        type=kind,
+        config=config,
+        rewards=rewards,
+        constraints=constraints,
+        group_size=1 if kind == "sft" else task.group_size,
+        primary_metric=task.primary_metric if known else "reward",
+        higher_is_better=task.higher_is_better if known else True,
+    )
+
+
+def _grammar(rng: random.Random, most: int) -> tuple[dict[str, Any], list[list[int]]]:
+    """A grammar and its sentences: some texts that fit, or digits that may not."""
+    if rng.random() < 0.3:
+        digits = range(2, 5)
+        number = rng.choice([1, most])
+        sentences = [[]]
+        found: list[list[int]] = []
+        for _ in range(number):
+            sentences = [[*s, d] for s in sentences for d in digits]
+            found += sentences
+        return {"regex": f"[0-2]{{1,{number}}}"}, found
+    texts = {
+        "".join(rng.choice("0123") for _ in range(rng.randint(1, most - 1))) for _ in range(rng.randint(2, 6))
+    }
+    texts |= {"4", "0"}
+    choices = sorted(texts)
+    return {"choices": choices}, [[VOCABULARY.index(c) for c in text] for text in choices]
+
+
 def _policy(rng: random.Random, name: str) -> dict[str, float]:
     options: dict[str, list[float]] = {
         "prior_prompts": [100, 3, 0],
@@ -137,7 +254,7 @@ def _some(rng: random.Random, chance: float, options: Sequence[Any], otherwise: 
 
 
 def _task(rng: random.Random, name: str, group_size: int, staleness: int, scripts: dict[str, Script]) -> Task:
-    kind = rng.choice(list(DEFAULTS))
+    kind = rng.choice([name for name in DEFAULTS if name not in ("sft", "distill")])
     rewards = [_reward(rng, name, i, scripts) for i in range(rng.choice([1, 1, 2, 3]))]
     if not any(r.weight for r in rewards):
         rewards[0].weight = 1.0
@@ -243,6 +360,7 @@ def _config(rng: random.Random, kind: str, staleness: int) -> dict[str, Any]:
         maybe("clip_low", 0.01, 0.1)
         maybe("clip_high", 0.01, 0.4)
         maybe("dual_clip", 0.0, 1.5)
+    maybe("exact", True, False)
     maybe("group_baseline", True, False)
     maybe("rejected_reward", -1.0, 0.3)
     maybe("overlong_buffer", 1, 2)

@@ -67,7 +67,15 @@ ROUNDINGS = 4.0
 REPEATS = 8
 
 TOKEN_METRICS = ("loss", "entropy", "ratio", "approx_kl", "clip_fraction", "dual_clip_fraction", "is_weight")
-TOKEN_METRICS += ("mismatch", "kl_loss", "nll", "value_loss", "value_clip_fraction", "policy_loss")
+TOKEN_METRICS += (
+    "mismatch",
+    "kl_loss",
+    "nll",
+    "value_loss",
+    "value_clip_fraction",
+    "policy_loss",
+    "teacher_kl",
+)
 CREDIT_METRICS = ("kl", "response_kl", "reward_scale", "advantage_rms", "reward_running_mean")
 CREDIT_METRICS += ("value_mean", "value_scale")
 STEP_METRICS = ("weight", "share_requested", "share_sampled", "share_trained", "kl_coefficient")
@@ -118,8 +126,13 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     tolerance = TOLERANCES[case.arithmetic]
     every = case.settings.eval_every
     for number in range(case.num_steps):
+        if number and number == case.resumed_at:
+            product.reopen()
+            run.reopen()
         if every and number and number % every == 0:
-            problems = [f"evaluation {number}: {text}" for text in _compare_evaluation(run, product)]
+            problems = [
+                f"evaluation {number}: {text}" for text in _compare_evaluation(run, product, tolerance)
+            ]
             yield from problems
             if problems or product.guard.decision.action is GuardAction.rollback:
                 return
@@ -132,7 +145,10 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
         except AssertionError as error:
             yield f"step {number}: {error}"
             return
-        if result.margin < tolerance.too_close:
+        # a minibatch of advantages that are 0 but for rounding is a step on one side only
+        is_tiny = any(_is_rounding(c, tolerance.tiny) for c in found.credited)
+        is_cut = is_tiny and len(found.updates) != len(result.updates)
+        if result.margin < tolerance.too_close or is_cut:
             count.too_close += 1
             return
         count.compared += 1
@@ -143,17 +159,21 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
-def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
+def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Iterator[str]:
     product.evaluate()
     numbers, alarms, is_good = run.evaluate()
-    for task in run.settings.tasks:
+    # a loss or a KL comes of the model
+    relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
+    relative |= {a.name: tolerance.relative for a in run.settings.anchors}
+    for task in [*run.settings.tasks, *run.settings.anchors]:
         evaluation = product.guard.evaluations[task.name]
         own = {
             k.removeprefix(f"{task.name}/"): v for k, v in numbers.items() if k.startswith(f"{task.name}/")
         }
-        yield from _compare_statistics(task.name, evaluation.metrics, own)
+        yield from _compare_statistics(task.name, evaluation.metrics, own, relative[task.name])
         main = {"primary": numbers[task.name]} if task.name in numbers else {}
-        yield from _compare_statistics(task.name, {"primary": evaluation.primary}, main)
+        primary = {"primary": evaluation.primary}
+        yield from _compare_statistics(task.name, primary, main, relative[task.name])
     decision = product.guard.decision
     if (decision.action is GuardAction.rollback) != alarms:
         yield f"guard decides {decision.action}, reference: alarm {alarms}"
@@ -166,7 +186,8 @@ def _compare_evaluation(run: Run, product: Product) -> Iterator[str]:
             known = {"value": detector.value, "demonstrated": demonstrated, "cusum": detector.cusum}
             for name, value in (known | {"cusum_limit": detector.limit}).items():
                 found = metrics.get(f"guard/{key}/{name}")
-                yield from _compare_number(f"guard/{key}/{name}", found, value)
+                own_relative = relative[key.partition("/")[0]]
+                yield from _compare_number(f"guard/{key}/{name}", found, value, own_relative)
     for task in run.settings.tasks:
         level = product.trainer.scheduler.metrics().get(f"task/{task.name}/level")
         if level is not None:
@@ -199,9 +220,10 @@ def _compare_step(
         largest = max(
             (float(s.advantages.abs().max()) for s in result.samples if s.task == task.name), default=0.0
         )
+        longest = max((len(s.ids) for s in result.samples if s.task == task.name), default=0)
         for name in names:
-            # losses are sums that nearly cancel
-            size = largest if name in tokens else 0.0
+            # losses are sums that nearly cancel, a KL one over all tokens of a response
+            size = largest if name in tokens else float(longest) if name in ("kl", "response_kl") else 0.0
             of_tensors = name in (*tokens, *CREDIT_METRICS, "kl_coefficient")
             number = found.numbers.get(f"task/{task.name}/{name}")
             yield from _compare_number(
@@ -237,7 +259,7 @@ def _compare_step(
 
 
 def _compare_statistics(
-    task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number]
+    task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number], relative: float = NUMBER
 ) -> Iterator[str]:
     for name, own in expected.items():
         if name not in found:
@@ -246,8 +268,8 @@ def _compare_statistics(
         s = found[name]
         if (s.n, s.direction.value) != (own.n, own.direction):
             yield f"{task}/{name}: n, direction {s.n, s.direction.value}, reference {own.n, own.direction}"
-        yield from _compare_number(f"{task}/{name}", s.mean, own.mean)
-        yield from _compare_number(f"error of {task}/{name}", s.error, own.error)
+        yield from _compare_number(f"{task}/{name}", s.mean, own.mean, relative)
+        yield from _compare_number(f"error of {task}/{name}", s.error, own.error, relative)
 
 
 def _compare_number(
@@ -309,11 +331,21 @@ def _compare_samples(found: ProductStep, expected: Sequence[Sample], tolerance: 
         return
     for c, s in zip(found.credited, expected, strict=True):
         name = _name(c.sample.scored)
-        if name[:3] != s.name[:3] or list(c.sample.prompt_ids) != s.prompt:
+        is_same = list(c.sample.prompt_ids) == s.answers[0].context and list(c.sample.response_ids) == s.ids
+        if name[:3] != s.name[:3] or not is_same:
             yield f"sample {name}, reference {s.name}"
             return
+        counted = c.choices.tolist() if c.choices is not None else [True] * len(s.ids)
+        if counted != [is_choice and not s.is_masked for is_choice in s.is_choice]:
+            yield f"{name}: in the loss {counted}, reference {s.is_choice}, masked {s.is_masked}"
+        yield from _compare_number(f"{name} fraction", c.fraction, s.fraction)
         yield from _compare_number(f"{name} credited reward", c.sample.reward, s.reward)
-        for what in ("advantages", "old_logprobs", "old_values", "returns"):
+        chosen = torch.tensor(s.is_choice)
+        assert s.advantages is not None
+        yield from _compare_tensor(
+            f"{name} advantages", c.advantages[chosen], s.advantages[chosen], tolerance
+        )
+        for what in ("old_logprobs", "old_values", "returns"):
             yield from _compare_tensor(f"{name} {what}", getattr(c, what), getattr(s, what), tolerance)
         yield from _compare_tensor(f"{name} ref_logprobs", c.ref_logprobs, s.reference_logprobs, tolerance)
         if c.has_gradient != s.is_active and not _is_rounding(c, tolerance.tiny):
@@ -336,6 +368,8 @@ def _compare_tensor(
     if found is None or expected is None:
         if found is not expected:
             yield f"{name} is {found}, reference {expected}"
+        return
+    if not expected.numel():
         return
     gap = (found.double() - expected).abs().max()
     if gap > tolerance.per_token * max(1.0, float(expected.abs().max())):

@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from multitask_rl.config.run import (
     CheckpointConfig,
     CriticConfig,
     EvalConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -34,11 +35,15 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.stream import PromptStream
+from multitask_rl.environments.adapt import WorldSpec
+from multitask_rl.environments.worker import Ended
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import Actor
+from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import Failure, FailureKind, Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
+from multitask_rl.run import assembly
 from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl.step.flow import Stage
@@ -50,8 +55,9 @@ from multitask_rl.training.backend import CreditedSample
 from . import world
 from .cases import Case
 from .naive.controllers import Seen
-from .naive.records import Attempt
-from .naive.settings import FAILED, Task
+from .naive.experience import Said
+from .naive.records import Answer
+from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
 
 if str(Path(__file__).parents[1]) not in sys.path:
@@ -60,6 +66,10 @@ if str(Path(__file__).parents[1]) not in sys.path:
 
 class ScriptedEngine(FakeEngine):
     """Responses that depend on prompt, seed and version as ``world.py`` says."""
+
+    can_constrain = True
+    sentences: Mapping[str, list[list[int]]] = {}
+    """By grammar."""
 
     @classmethod
     def build(cls, *_: Any, **__: Any) -> ScriptedEngine:
@@ -71,9 +81,10 @@ class ScriptedEngine(FakeEngine):
             for request in requests
         ]
 
-    @staticmethod
-    def _scripted(request: GenerationRequest, seed: int, version: int) -> Generation:
-        said = world.respond(list(request.prompt_ids), seed, version, request.sampling.max_new_tokens)
+    def _scripted(self, request: GenerationRequest, seed: int, version: int) -> Generation:
+        own = request.sampling
+        sentences = self.sentences[own.grammar] if own.grammar else None
+        said = world.respond(list(request.prompt_ids), seed, version, own.max_new_tokens, sentences)
         return Generation(response_ids=said.ids, rollout_logprobs=said.logprobs, finish_reason=said.finish)
 
 
@@ -123,6 +134,53 @@ class Held:
         self._inner.cancel(indices)
 
 
+class Worlds:
+    """The pool of worlds, all of them in this process."""
+
+    in_lockstep, num_queued = True, 0
+
+    def __init__(self, specs: Mapping[str, WorldSpec]) -> None:
+        self._specs = specs
+        self._open: list[Any] = []
+        self._answers: list[tuple[int, Any]] = []
+
+    def open(self, task: str, row: Mapping[str, Any], seed: int = 0) -> int:
+        spec = self._specs[task]
+        self._open.append(spec.build(lambda function, *args, **named: function(*args, **named), seed))
+        self._ask(len(self._open), lambda own: own.reset(row))
+        return len(self._open)
+
+    def step(self, ticket: int, message: Mapping[str, Any]) -> None:
+        self._ask(ticket, lambda own: own.step(message))
+
+    def finish(self, ticket: int) -> None:
+        self._ask(ticket, lambda own: Ended(own.earned()))
+
+    def _ask(self, ticket: int, what: Callable[[Any], Any]) -> None:
+        try:
+            answer = what(self._open[ticket - 1])
+        except RuntimeError as error:
+            answer = Failure(kind=FailureKind.infra, message=str(error), source="environment")
+        self._answers.append((ticket, answer))
+
+    def poll(self, timeout_s: float, tickets: Collection[int]) -> list[tuple[int, Any]]:
+        found = [own for own in self._answers if own[0] in tickets]
+        self._answers = [own for own in self._answers if own[0] not in tickets]
+        return found
+
+    def take_seconds(self, ticket: int) -> float:
+        return 0.0
+
+    def cancel(self, ticket: int) -> None:
+        self._answers = [own for own in self._answers if own[0] != ticket]
+
+    def pause(self, tickets: Collection[int]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class Judged:
     """A round of constraints whose verdicts are all waited for, so that the case alone says what is late."""
 
@@ -142,9 +200,19 @@ class RecordingGuard(SafetyGuard):
     stats: Mapping[str, TaskStats] = {}
     evaluations: Mapping[str, TaskEvaluation] = {}
     decision = GuardDecision()
+    factors: Sequence[Mapping[str, float]] = ()
+    rate = 1.0
+    number = 0
+    """Of evaluations so far."""
+
+    def weight_factors(self) -> dict[str, float]:
+        return dict(self.factors[min(self.number, len(self.factors)) - 1]) if self.factors else {}
+
+    def lr_factor(self, step: int) -> float:
+        return self.rate if self.number else 1.0
 
     def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
-        self.evaluations = evaluations
+        self.evaluations, self.number = evaluations, self.number + 1
         self.decision = super().observe(step, evaluations)
         return GuardDecision(judged_good=self.decision.judged_good)
 
@@ -200,12 +268,19 @@ class Product:
         self.credited: list[CreditedSample] = []
         self.past = _past(self.case)
         case, settings = self.case, self.case.settings
+        self.teacher: dict[str, Tensor] = {}
+        if any(t.type == "distill" for t in settings.tasks):
+            self._save_teacher()
+        model = ModelConfig(
+            reference_decay=settings.reference_decay, lora=LoraConfig(rank=settings.lora_rank)
+        )
         config = RunConfig(
-            tasks={t.name: _spec(case, t) for t in settings.tasks},
+            tasks={t.name: _spec(case, t, self._teacher_directory) for t in settings.tasks}
+            | {a.name: _anchor_spec(a) for a in settings.anchors},
             output_dir=str(self.directory),
             max_steps=settings.max_steps,
             seed=case.seed,
-            model=ModelConfig(reference_decay=settings.reference_decay),
+            model=model,
             critic=CriticConfig(trunk=settings.critic_trunk, learning_rate=settings.critic_learning_rate),
             rollout=RolloutConfig(max_new_tokens=5, max_staleness=settings.max_staleness),
             batch=BatchConfig(
@@ -235,22 +310,29 @@ class Product:
             checkpoint=CheckpointConfig(every=0),
             tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
         )
-        actor = Actor(_model(case), _tokenizer(), ModelConfig(reference_decay=settings.reference_decay))
+        network: Any = _model(case, case.seed)
+        if settings.lora_rank:
+            network = add_adapters(network, model.lora, case.seed)
+        actor = Actor(network, _tokenizer(), model)
         loader = TaskDataLoader(
             splits={
                 t.name: {
                     "train": rows(case, t.name, range(world.NUM_ROWS)),
                     "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
                 }
-                for t in settings.tasks
+                for t in [*settings.tasks, *settings.anchors]
             },
             batch_size=settings.prompts_per_step,
         )
         self.trainer = Trainer(actor, None, loader, config=config)
-        self.trainer.plan.engine_class = ScriptedEngine
-        names = [t.name for t in settings.tasks]
-        watched = [*names, *settings.watched]
+        self.trainer.plan.engine_class = type(
+            "Engine",
+            (ScriptedEngine,),
+            {"sentences": {json.dumps(t.grammar): t.sentences for t in settings.tasks if t.grammar}},
+        )
+        watched = [t.name for t in [*settings.tasks, *settings.anchors]] + settings.watched
         self.guard = RecordingGuard(monitor_metrics=watched, confirm=False, act_on_hacking=False)
+        self.guard.factors, self.guard.rate = settings.guard_factors, settings.guard_rate
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
@@ -275,6 +357,26 @@ class Product:
 
         scheduler.bind = bind_with_past  # type: ignore[method-assign]
 
+    @property
+    def _teacher_directory(self) -> str:
+        return str(self.directory / "teacher")
+
+    def _save_teacher(self) -> None:
+        model = _model(self.case, self.case.seed + 1).float()  # of numbers that float32 has
+        with arithmetic("float32"):
+            model.save_pretrained(self._teacher_directory)
+        _tokenizer().save_pretrained(self._teacher_directory)
+        self.teacher = {name: p.detach().double() for name, p in model.named_parameters()}
+
+    def teachers(self) -> dict[str, dict[str, Tensor]]:
+        """Weights of the teacher of every task that has one; nobody reads the rows of control tokens."""
+        width = self.trainer.actor.model.get_input_embeddings().weight.shape[0]
+        own = dict(self.teacher)
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in own:
+                own[name] = torch.nn.functional.pad(own[name], (0, 0, 0, width - len(own[name])))
+        return {t.name: own for t in self.case.settings.tasks if t.type == "distill"}
+
     def _lose(self, rollout: Rollout) -> Rollout:
         if not _loses(self.case)(rollout.task, rollout.prompt.draw, rollout.sample):
             return rollout
@@ -287,20 +389,32 @@ class Product:
     def named(self) -> dict[str, torch.nn.Parameter]:
         critic = self.trainer.critic
         heads = {f"heads.task_{t.name}.": f"{t.name}." for t in self.case.settings.tasks}
-        found = dict(self.trainer.actor.model.named_parameters())
+        found = {_plain(name): p for name, p in self.trainer.actor.model.named_parameters()}
         for name, parameter in critic.named_parameters():
             for old, new in heads.items():
                 name = name.replace(old, new)
-            found[f"critic.{name}"] = parameter
+            found[f"critic.{_plain(name)}"] = parameter
         return found
 
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().double().clone() for name, p in self.named().items()}
 
+    def open(self) -> None:
+        """Build the run's parts, once."""
+
+        def build(plan: Any) -> Worlds | None:
+            specs = {n: WorldSpec.of_task(s) for n, s in plan.specs.items() if s.environment}
+            return Worlds(specs) if specs else None
+
+        with patch.object(assembly, "build_worlds", build):
+            self.trainer._open()
+
     def evaluate(self) -> None:
+        self.open()
         self.trainer.parts.supervisor.inspect()
 
     def step(self) -> ProductStep:
+        self.open()
         self.credited.clear()
         self.scorer.step = self.trainer.step
         with _watched_updates(self) as updates:
@@ -326,6 +440,15 @@ class Product:
             },
             betas={n: r.kl.coefficient for n, r in self.trainer.tasks.items()},
         )
+
+    def reopen(self) -> None:
+        """Save the run, end it, and begin it anew from its checkpoint."""
+        number = self.guard.number
+        self.trainer.parts.experience.rewind()  # as a run does that a signal ends
+        self.trainer.parts.supervisor.save()
+        self.close()
+        self.__post_init__()
+        self.guard.number = number
 
     def close(self) -> None:
         self.trainer.close()
@@ -373,14 +496,19 @@ def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor],
 
 def _tokenizer() -> PreTrainedTokenizerFast:
     names = {c: i for i, c in enumerate(world.VOCABULARY)}
-    backend = Tokenizer(models.WordLevel(names, unk_token="<pad>"))
+    backend = Tokenizer(models.WordLevel(names, unk_token=world.VOCABULARY[world.UNKNOWN]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
 
 
-def _model(case: Case) -> LlamaForCausalLM:
-    torch.manual_seed(case.seed)
+def _plain(name: str) -> str:
+    """The name of a weight without that of the wrapper that holds adapters."""
+    return name.replace("base_model.model.", "").replace(".base_layer.", ".")
+
+
+def _model(case: Case, seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(world.VOCABULARY),
         hidden_size=16,
@@ -393,7 +521,7 @@ def _model(case: Case) -> LlamaForCausalLM:
         eos_token_id=world.EOS,
         bos_token_id=None,
         initializer_range=0.3,
-        tie_word_embeddings=False,
+        tie_word_embeddings=case.tied,
     )
     # float64 weights in both arithmetics: the reference starts from the same ones
     return LlamaForCausalLM(config).double()
@@ -401,7 +529,11 @@ def _model(case: Case) -> LlamaForCausalLM:
 
 def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
     return [
-        {"id": i, "prompt": "".join(world.VOCABULARY[x] for x in world.prompt_ids(case.seed, task, i))}
+        {
+            "id": i,
+            "prompt": world.heard(world.prompt_ids(case.seed, task, i)),
+            "answer": world.heard(world.answer_ids(case.seed, task, i)),
+        }
         for i in numbers
     ]
 
@@ -419,11 +551,15 @@ def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
     } | more
 
 
-def _spec(case: Case, task: Task) -> dict[str, Any]:
+def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
     """The task as a tasks file says it."""
     rewards = []
     for r in task.rewards:
         ends = {"low": r.low, "high": r.high} if math.isfinite(r.low) else {}
+        if r.is_of_world:
+            own = {"range": [r.low, r.high]} if ends else {}
+            rewards.append({"plugin": "environment", "name": r.name, "weight": r.weight} | own)
+            continue
         config = _plugin(case, task, r.name, higher_is_better=r.higher_is_better, **ends)
         rewards.append(
             {"plugin": "reference.scripted:Reward", "name": r.name, "weight": r.weight, "config": config}
@@ -456,6 +592,7 @@ def _spec(case: Case, task: Task) -> dict[str, Any]:
         "loss_weight": task.loss_weight,
         "group_size": task.group_size,
         "target": task.target,
+        "eval_samples": task.eval_samples,
         "primary_metric": task.primary_metric,
         "higher_is_better": task.higher_is_better,
         "sampling": {
@@ -465,11 +602,30 @@ def _spec(case: Case, task: Task) -> dict[str, Any]:
             "top_p": task.top_p,
         },
     }
+    if task.grammar:
+        constraints.append({"mode": "grammar", "config": task.grammar})
+    if task.max_turns:
+        given["environment"] = "reference.scripted:Talk"
+        given["environment_config"] = {"world": case.seed, "task": task.name}
+        given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
+    if task.type == "distill":
+        given["teacher"] = teacher
     if task.weight != 1.0:  # as a missing one
         given["weight"] = task.weight
     if task.min_share is not None:
         given["min_share"] = task.min_share
     return given
+
+
+def _anchor_spec(anchor: Anchor) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "type": "anchor",
+        "algorithm_config": {"kl": anchor.has_kl, "max_tokens": anchor.max_tokens},
+        "sampling": {"max_new_tokens": anchor.max_new_tokens},
+    }
+    if anchor.has_answers:
+        given["answer"] = "{answer}"
+    return given | ({"prompt": ""} if anchor.is_plain else {})
 
 
 def _loses(case: Case) -> Callable[[str, int, int], bool]:
@@ -488,6 +644,8 @@ def _past(case: Case) -> list[dict[str, list[list[float]]]]:
             t.name: world.past_rewards(
                 case.seed, t.name, case.past[t.name], step, t.range_of("reward") or (-1.0, 3.0)
             )
+            if t.has_rewards and t.type != "sft"
+            else []
             for t in case.settings.tasks
         }
         for step in range(case.past_steps)
@@ -532,6 +690,47 @@ def delay_of(case: Case) -> Callable[[str, int], int]:
     return delay
 
 
+@dataclass
+class Words:
+    """What the reference is told of prompts, responses and worlds."""
+
+    case: Case
+    purpose: str
+    row: Callable[[str, int], int]
+
+    def prompt(self, task: str, draw: int) -> list[int]:
+        return world.prompt_ids(self.case.seed, task, self.row(task, draw))
+
+    def given(self, task: str, draw: int) -> list[int]:
+        return world.answer_ids(self.case.seed, task, self.row(task, draw))
+
+    def write(
+        self,
+        task: str,
+        place: tuple[int, int, int],
+        turn: int,
+        version: int,
+        context: list[int],
+        most: int,
+        purpose: str = "",
+    ) -> Answer:
+        turns = [turn] if turn else []
+        seed = derive_seed(self.case.seed, purpose or self.purpose, task, *place, *turns)
+        sentences = {t.name: t.sentences for t in self.case.settings.tasks}.get(task)
+        said = world.respond(context, seed, version, most, sentences)
+        return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
+
+    def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
+        episode = derive_seed(self.case.seed, self.purpose, task, *place, "world")
+        seed = derive_seed(episode, tried) % 2**32
+        text = world.heard(said[-1].ids) if said else ""
+        own = world.reply(self.case.seed, task, self.row(task, place[0]), seed, len(said), text)
+        ids = [world.VOCABULARY.index(c) for c in own.text]
+        if said and not own.is_anew:  # the ends of lines, for which there is no token
+            ids = [world.UNKNOWN, *ids, world.UNKNOWN]
+        return Said(ids=ids, is_anew=own.is_anew, is_done=own.is_done, reward=own.reward, fails=own.fails)
+
+
 def given_of(case: Case, product: Product) -> Given:
     """What the reference is given: the same world, and the product's chance."""
     streams = {
@@ -545,38 +744,10 @@ def given_of(case: Case, product: Product) -> Given:
             drawn[task] += [int(r["id"]) for _, r in streams[task].next(1)]
         return drawn[task][draw]
 
-    def sample(
-        task: str, draw: int, index: int, attempt: int, version: int, control: Sequence[int]
-    ) -> Attempt:
-        spec = case.settings[task]
-        prompt = [*control, *world.prompt_ids(case.seed, task, row(task, draw))]
-        return attempt_of(spec, prompt, "rollout", draw, index, attempt, version)
+    def held_out(task: str, draw: int) -> int:
+        return int(product.trainer.tasks[task].eval_rows[draw]["id"])
 
-    def held_out(
-        task: str, draw: int, index: int, attempt: int, version: int, control: Sequence[int]
-    ) -> Attempt:
-        number = int(product.trainer.tasks[task].eval_rows[draw]["id"])
-        prompt = [*control, *world.prompt_ids(case.seed, task, number)]
-        return attempt_of(case.settings[task], prompt, "evaluation", draw, index, attempt, version)
-
-    def attempt_of(
-        spec: Task, prompt: list[int], purpose: str, draw: int, index: int, attempt: int, version: int
-    ) -> Attempt:
-        seed = derive_seed(case.seed, purpose, spec.name, draw, index, attempt)
-        said = world.respond(prompt, seed, version, spec.max_new_tokens)
-        return Attempt(
-            task=spec.name,
-            draw=draw,
-            index=index,
-            attempt=attempt,
-            prompt=prompt,
-            ids=said.ids,
-            logprobs=said.logprobs,
-            finish=said.finish,
-            version=version,
-        )
-
-    def answer(
+    def asked(
         task: str, plugin: str, draw: int, index: int, attempt: int, ids: Sequence[int]
     ) -> float | str | None:
         said = world.answer(
@@ -594,16 +765,21 @@ def given_of(case: Case, product: Product) -> Given:
 
     def replay(task: str) -> list[tuple[tuple[int, int], int]]:
         own = [c.sample for c in product.credited if c.sample.task == task]
+        chosen = [(s.scored.rollout.prompt.draw, s.scored.rollout.sample) for s in own]
+        # of an episode the first conversation stands for all
         return [
-            ((s.scored.rollout.prompt.draw, s.scored.rollout.sample), s.prompt_ids[0] - first) for s in own
+            (name, s.prompt_ids[0] - first)
+            for name, s in zip(chosen, own, strict=True)
+            if not s.turns or s.turns[0].context_ids is None
         ]
 
     return Given(
         replay=replay,
-        sampler=sample,
-        held_out_sampler=held_out,
+        world=Words(case, "rollout", row),
+        held_out_world=Words(case, "evaluation", held_out),
+        teachers=product.teachers(),
         held_out={n: len(run.eval_rows) for n, run in product.trainer.tasks.items()},
-        answer=answer,
+        asked=asked,
         shuffle=shuffle,
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
         is_late=delay_of(case),

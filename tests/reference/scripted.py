@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 from multitask_rl.contracts import PluginTraits
+from multitask_rl.environments.base import Opening, StepResult, World
 from multitask_rl.errors import DataError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Verdict
-from reference.world import FAILED, Sample, Script, answer
+from reference.world import FAILED, Reply, Sample, Script, answer, reply
 
 
 @dataclass(kw_only=True, slots=True)
@@ -83,4 +84,32 @@ class Constraint(_Scripted):
         return Verdict(cost=value, violated=value > 0.4)
 
 
-__all__ = ["Constraint", "DataError", "Reward"]
+class Talk(World):
+    """The world of an episode."""
+
+    def __init__(self, world: int, task: str, seed: int = 0):
+        self.name, self.episode, self.turn = (world, task), seed, 0
+
+    def reset(self, row):
+        self.row = row["id"]
+        return Opening(suffix=self.hear("").text)
+
+    def step(self, message):
+        self.turn += 1
+        said = self.hear(message["content"])
+        own = {"done": said.is_done, "reward": said.reward}
+        if said.is_done:
+            return StepResult(**own)
+        words = [{"role": "user", "content": said.text}]
+        if said.is_anew:
+            return StepResult(anew=Opening(messages=words, is_whole=True), **own)
+        return StepResult(messages=words, **own)
+
+    def hear(self, text) -> Reply:
+        said = reply(*self.name, self.row, self.episode, self.turn, text)
+        if said.fails:
+            raise RuntimeError("scripted")
+        return said
+
+
+__all__ = ["Constraint", "DataError", "Reward", "Talk"]

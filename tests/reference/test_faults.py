@@ -16,15 +16,19 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, Unlear
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.guard.watched_metric import RegressionDetector
-from multitask_rl.records import Direction
+from multitask_rl.models import lora
+from multitask_rl.models.grammar import Grammars
+from multitask_rl.records import Direction, TrainSample
 from multitask_rl.statistics import definitions
+from multitask_rl.step import episodes, refill, task_state
 from multitask_rl.step import metrics as step_metrics
-from multitask_rl.step import refill
 from multitask_rl.step.metrics import StepReport
+from multitask_rl.training import runner
+from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import AveragedReference
-from reference import scripted
+from reference import product, scripted
 
 from .cases import draw_case
 from .compare import compare
@@ -270,6 +274,70 @@ def lost_responses_are_served(patch):
     patch.setattr(definitions, "_has_failed", lambda scored: real(scored) and not scored.rollout.failure)
 
 
+def forced_tokens_are_trained(patch):
+    real = Grammars.choices
+    patch.setattr(Grammars, "choices", lambda self, *given: [c | True for c in real(self, *given)])
+
+
+def parts_of_an_episode_weigh_as_a_whole_one(patch):
+    real = CreditAssigner.credit
+
+    def credit(self, samples):
+        credited, metrics = real(self, samples)
+        return [replace(c, fraction=1.0) for c in credited], metrics
+
+    patch.setattr(CreditAssigner, "credit", credit)
+
+
+def a_conversation_never_begins_anew(patch):
+    patch.setattr(TrainSample, "split", lambda self: [self])
+
+
+def a_failed_world_is_asked_once(patch):
+    patch.setattr(episodes, "MOST_TRIES", 1)
+
+
+def a_teacher_has_another_temperature(patch):
+    real = runner.exact_kl
+    patch.setattr(runner, "exact_kl", lambda actor, teacher: real(actor, 0.9 * teacher))
+
+
+def given_answers_have_no_end(patch):
+    real = task_state.render_answer_ids
+    patch.setattr(task_state, "render_answer_ids", lambda *given: real(*given)[:-1])
+
+
+def adapters_count_once_more(patch):
+    real = lora.add_adapters
+    patch.setattr(
+        product, "add_adapters", lambda model, config, seed: real(model, replace(config, alpha=64.0), seed)
+    )
+
+
+def frozen_tasks_keep_a_share(patch):
+    real = DynamicTaskWeightScheduler.set_factors
+    patch.setattr(
+        DynamicTaskWeightScheduler,
+        "set_factors",
+        lambda self, factors: real(self, {name: max(0.1, f) for name, f in factors.items()}),
+    )
+
+
+def a_resumed_run_owes_nothing(patch):
+    real = DynamicTaskWeightScheduler.load_state_dict
+
+    def load_state_dict(self, *given, **named):
+        real(self, *given, **named)
+        self.carry = {}
+
+    patch.setattr(DynamicTaskWeightScheduler, "load_state_dict", load_state_dict)
+
+
+def the_kl_of_an_anchor_is_turned_around(patch):
+    real = runner.exact_kl
+    patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -283,6 +351,10 @@ def adapts(policy):
     return lambda case: (
         case.settings.policy == policy and case.past_steps > 0 and len(case.settings.tasks) > 1
     )
+
+
+def talks(case):
+    return any(t.max_turns > 1 for t in case.settings.tasks)
 
 
 def was_dead(case, steps):
@@ -335,6 +407,22 @@ FAULTS = {
         adapts("deficit_learnability")(case) and any(p.after == "form" for p in case.past.values())
     ),
     improvement_is_ignored: adapts("mt_grpo"),
+    forced_tokens_are_trained: lambda case: any(
+        t.grammar and t.type not in ("ppo", "sft") for t in case.settings.tasks
+    ),
+    parts_of_an_episode_weigh_as_a_whole_one: talks,
+    a_conversation_never_begins_anew: talks,
+    a_failed_world_is_asked_once: talks,
+    a_teacher_has_another_temperature: has(("distill",), exact=True),
+    given_answers_have_no_end: has(("sft",)),
+    adapters_count_once_more: lambda case: case.settings.lora_rank > 0,
+    frozen_tasks_keep_a_share: lambda case: (
+        evaluates()(case) and any(0.0 in own.values() for own in case.settings.guard_factors)
+    ),
+    a_resumed_run_owes_nothing: lambda case: case.resumed_at > 0 and len(case.settings.tasks) > 1,
+    the_kl_of_an_anchor_is_turned_around: lambda case: (
+        evaluates()(case) and any(a.has_kl for a in case.settings.anchors)
+    ),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
 

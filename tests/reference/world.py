@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 VOCABULARY = ["<pad>", "<eos>", *"0123456789abcdefghijklmnopqrst"]
 PAD, EOS = 0, 1
+UNKNOWN = len(VOCABULARY) - 1
+"""In place of a character that is no token."""
 NUM_ROWS = 40
 NUM_HELD_OUT = 12
 
@@ -27,15 +29,60 @@ def prompt_ids(seed: int, task: str, row: int) -> list[int]:
     return [rng.randrange(2, len(VOCABULARY)) for _ in range(rng.randint(1, 6))]
 
 
-def respond(prompt: list[int], seed: int, version: int, limit: int) -> Response:
+def answer_ids(seed: int, task: str, row: int) -> list[int]:
+    """The row's own answer, with its end."""
+    rng = stream(seed, "answer", task, row)
+    return [*(rng.randrange(2, len(VOCABULARY)) for _ in range(rng.randint(1, 4))), EOS]
+
+
+def respond(
+    prompt: list[int], seed: int, version: int, limit: int, sentences: list[list[int]] | None = None
+) -> Response:
+    """Tokens by chance; with a grammar, prefixes of its ``sentences``."""
     rng = stream("response", tuple(prompt), seed, version)
     ids: list[int] = []
     while len(ids) < limit:
-        ids.append(EOS if rng.random() < 0.2 else rng.randrange(2, len(VOCABULARY)))
+        if sentences is None:
+            ids.append(EOS if rng.random() < 0.2 else rng.randrange(2, len(VOCABULARY)))
+        else:
+            longer = [s for s in sentences if s[: len(ids)] == ids]
+            ids.append(rng.choice(sorted({s[len(ids)] if len(s) > len(ids) else EOS for s in longer})))
         if ids[-1] == EOS:
             break
     logprobs = [-math.log(len(VOCABULARY)) + rng.gauss(0.0, 0.7) for _ in ids]
     return Response(ids, [min(x, 0.0) for x in logprobs], "stop" if ids[-1] == EOS else "length")
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Of the world of an episode; ``text`` of characters that each are a token."""
+
+    text: str = ""
+    is_anew: bool = False
+    is_done: bool = False
+    reward: float | None = None
+    fails: bool = False
+
+
+def reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) -> Reply:
+    """The world's words after the answer ``heard``; before the first answer (turn 0) what it says first.
+
+    ``episode`` is the seed of its world.
+    """
+    rng = stream(seed, "world", task, row, episode, turn, heard)
+    text = "".join(rng.choice(VOCABULARY[2:]) for _ in range(rng.randint(1, 4)))
+    if rng.random() < 0.08:
+        return Reply(fails=True)
+    if not turn:
+        return Reply(text=text if rng.random() < 0.5 else "")
+    reward = rng.choice([None, 0.0, 0.25, 1.0])
+    end = rng.random()
+    return Reply(text=text, is_anew=end < 0.25, is_done=0.25 <= end < 0.5, reward=reward)
+
+
+def heard(ids: list[int]) -> str:
+    """An answer as its world reads it."""
+    return "".join(VOCABULARY[i] for i in ids if i not in (PAD, EOS))
 
 
 FAILED = "failed"

@@ -127,6 +127,21 @@ class Trace:
         return math.hypot(self.mean.error(high - low), math.sqrt(self.offset_variance)) / (high - low)
 
 
+def raised(wanted: Mapping[str, float], floors: Mapping[str, float]) -> dict[str, float]:
+    """What is below its floor is raised to it, the rest scaled down."""
+    held: set[str] = set()
+    while True:
+        free = 1.0 - math.fsum(floors[n] for n in held)
+        rest = math.fsum(w for n, w in wanted.items() if n not in held)
+        shares = {
+            n: floors[n] if n in held else (w * free / rest if rest else 0.0) for n, w in wanted.items()
+        }
+        low = {n for n in wanted if n not in held and shares[n] < floors[n]}
+        if not low:
+            return shares
+        held |= low
+
+
 @dataclass
 class Scheduler:
     settings: Settings
@@ -134,6 +149,8 @@ class Scheduler:
     """Which of two equal remainders comes first."""
     traces: dict[str, Trace] = field(default_factory=dict)
     carry: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
+    """Of the guard."""
 
     def __post_init__(self) -> None:
         tasks = self.settings.tasks
@@ -304,10 +321,10 @@ class Scheduler:
         }
 
     def shares(self) -> dict[str, float]:
-        """What is below its floor is raised to it, the rest scaled down.
+        """The shares of the policy, raised to the floors, times the guard's factors, raised again.
 
         A task that the gate holds gets its floor alone, and enough to notice that it can be learnt again;
-        all of them held, shares are the weights.
+        all of them held, shares are the weights. A task whose factor is 0 has no floor.
         """
         wanted, floors = self._wanted(), dict(self.floors)
         if len(self.held) == len(wanted):
@@ -316,25 +333,27 @@ class Scheduler:
             for name in self.held:
                 wanted[name] = 0.0
                 floors[name] = max(floors[name], min(0.02, 0.4 / len(floors)))
-        held: set[str] = set()
-        while True:
-            free = 1.0 - math.fsum(floors[n] for n in held)
-            rest = math.fsum(w for n, w in wanted.items() if n not in held)
-            shares = {
-                n: floors[n] if n in held else (w * free / rest if rest else 0.0) for n, w in wanted.items()
-            }
-            low = {n for n in wanted if n not in held and shares[n] < floors[n]}
-            if not low:
-                break
-            held |= low
+        shares = raised(wanted, floors)
+        factors = {name: self.factors.get(name, 1.0) for name in shares}
+        if any(factors.values()):
+            scaled = {name: share * factors[name] for name, share in shares.items()}
+            if not any(scaled.values()):
+                scaled = {name: self.prior[name] * factors[name] for name in shares}
+            scaled = {name: share for name, share in scaled.items() if share > 0.0}
+            shares = raised(scaled, floors)
         total = math.fsum(shares.values())
         return {t.name: shares.get(t.name, 0.0) / total for t in self.settings.tasks}
 
     def quotas(self) -> dict[str, int]:
-        """Whole prompts by largest remainder, what rounding took or gave before included."""
+        """Whole prompts by largest remainder, what rounding took or gave before included.
+
+        What a task without a share is owed goes to the others.
+        """
         shares, total = self.shares(), self.settings.prompts_per_step
         active = [name for name, share in shares.items() if share > 0.0]
-        owed = {name: shares[name] * total + self.carry.get(name, 0.0) for name in active}
+        carried = {name: self.carry.get(name, 0.0) for name in active}
+        rest = total - math.fsum(carried.values())
+        owed = {name: shares[name] * rest + carried[name] for name in active}
         counts = {name: max(0, math.floor(owed.get(name, 0.0))) for name in shares}
         while (left := total - sum(counts.values())) != 0:
             able = active if left > 0 else [name for name in active if counts[name] > 0]

@@ -51,7 +51,9 @@ def centred(task: Task, values: Values, groups: Sequence[object], lengths: Seque
             if task.type == "rloo":
                 baseline = (total - values[i]) / (len(own) - 1)
             elif task.type == "opo":
-                baseline = math.fsum(lengths[j] * values[j] for j in own) / sum(lengths[j] for j in own)
+                baseline = math.fsum(lengths[j] * values[j] for j in own) / max(
+                    1, sum(lengths[j] for j in own)
+                )
             else:
                 baseline = total / len(own)
             result[i] = values[i] - baseline
@@ -136,11 +138,18 @@ def credit(
     if task.type == "ppo":
         return _with_critic(task, state, samples, multipliers, beta)
     out = Credited()
-    lengths = [len(s.ids) for s in samples]
+    lengths = [sum(s.is_choice) for s in samples]
     groups = [s.group for s in samples]
-    if task.type == "reward_conditioned":
+    if task.type in ("reward_conditioned", "sft", "distill"):
         for s in samples:
             s.advantages = torch.ones(len(s.ids), dtype=torch.float64)
+        if task.type == "distill" and not task.config["exact"]:
+            for s in samples:
+                s.advantages = -_sampled_kl(s)
+            gaps = [
+                -float(s.advantages[t]) for s in samples for t, counts in enumerate(s.is_choice) if counts
+            ]  # type: ignore[index]
+            out.metrics |= {"teacher_kl": math.fsum(gaps) / len(gaps)} if gaps else {}
         return out
     if task.type == "reinforce_pp":
         _reinforce_pp(task, samples, multipliers, beta, out)
@@ -155,7 +164,7 @@ def credit(
 
     def of_cost(own: Sequence[Sample], costs: Values, i: int) -> list[Values]:
         where = [s.group for s in own]
-        deviations = centred(task, costs, where, [len(s.ids) for s in own])
+        deviations = centred(task, costs, where, [sum(s.is_choice) for s in own])
         return each(normalised(task, state, deviations, where, f"cost {i}"))
 
     part = [a for (a,) in minus_costs(each(part), samples, multipliers, of_cost)]
@@ -200,21 +209,25 @@ def _reinforce_pp(
     """Whitened over the tokens of the task, less the KL still to come, itself less its mean over tokens."""
 
     def per_token(own: Sequence[Sample], values: Values, _: int = 0) -> list[Values]:
-        where, sizes = [s.group for s in own], [len(s.ids) for s in own]
+        where, sizes = [s.group for s in own], [sum(s.is_choice) for s in own]
         base = centred(task, values, where, sizes) if task.config["group_baseline"] else values
         found = iter(whitened([v for v, n in zip(base, sizes, strict=True) for _ in range(n)]))
-        return [[next(found) for _ in range(n)] for n in sizes]
+        return [[next(found) if counts else 0.0 for counts in s.is_choice] for s in own]
 
     rewards = per_token(samples, [s.reward for s in samples])
-    part = [a for own in minus_costs(rewards, samples, multipliers, per_token) for a in own]
+    advantages = minus_costs(rewards, samples, multipliers, per_token)
     if beta > 0.0:
-        to_come = [float(_sampled_kl(s)[t:].sum()) for s in samples for t in range(len(s.ids))]
-        mean = math.fsum(to_come) / len(to_come)
-        part = [a - beta * (k - mean) for a, k in zip(part, to_come, strict=True)]
+        to_come = [[float(_sampled_kl(s)[t:].sum()) for t in range(len(s.ids))] for s in samples]
+        pairs = [p for s, k in zip(samples, to_come, strict=True) for p in zip(s.is_choice, k, strict=True)]
+        counted = [k for is_choice, k in pairs if is_choice]
+        mean = math.fsum(counted) / max(1, len(counted))
+        advantages = [
+            [a - beta * (x - mean) for a, x in zip(own, k, strict=True)]
+            for own, k in zip(advantages, to_come, strict=True)
+        ]
         out.metrics["response_kl"] = math.fsum(float(_sampled_kl(s).sum()) for s in samples) / len(samples)
-    values = iter(part)
-    for s in samples:
-        s.advantages = torch.tensor([next(values) for _ in s.ids], dtype=torch.float64)
+    for s, own in zip(samples, advantages, strict=True):
+        s.advantages = torch.tensor(own, dtype=torch.float64)
 
 
 def _with_critic(

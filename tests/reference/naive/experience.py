@@ -4,37 +4,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
-from .records import Attempt
-from .settings import FAILED, Answer, Settings, Task
+from .records import Answer, Attempt
+from .settings import FAILED, Asked, Settings, Task
 
-Sampler = Callable[[str, int, int, int, int, Sequence[int]], Attempt]
-"""(task, draw, sample, attempt, version, control tokens before the prompt) -> an attempt without verdicts."""
+MOST_TRIES = 3
+"""Times that an episode begins with a world that fails; then it is given up."""
 
 
-def judge(task: Task, attempt: Attempt, answer: Answer) -> None:
-    """Ask every constraint; above 0.4 it is violated. A failing judge makes the record a failed one."""
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a world answers."""
+
+    ids: Sequence[int] = ()
+    """Between the actor's answer and its next; with ``is_anew`` all that it reads before it."""
+    is_anew: bool = False
+    is_done: bool = False
+    reward: float | None = None
+    fails: bool = False
+
+
+class World(Protocol):
+    """What a step cannot know of prompts, responses and worlds. ``place``: draw, sample, attempt."""
+
+    def prompt(self, task: str, draw: int) -> list[int]: ...
+    def given(self, task: str, draw: int) -> list[int]:
+        """The row's own answer, with its end token."""
+        ...
+
+    def write(
+        self,
+        task: str,
+        place: tuple[int, int, int],
+        turn: int,
+        version: int,
+        context: list[int],
+        most: int,
+        purpose: str = "",
+    ) -> Answer: ...
+    def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
+        """The world's reply to the answers so far; to none of them what it says first."""
+        ...
+
+
+def judge(task: Task, attempt: Attempt, asked: Asked) -> None:
+    """Ask every constraint; above 0.4 it is violated. A failing judge makes the record a failed one.
+
+    An episode has the verdict of its worst answer.
+    """
     for rule in task.constraints:
-        said = answer(task.name, rule.name, attempt.draw, attempt.index, attempt.attempt, attempt.ids)
-        attempt.verdicts[rule.name] = (
-            said if said is None or said == FAILED else (float(said), float(said) > 0.4)
-        )
-        if said == FAILED:
-            attempt.failed = True
+        place = attempt.draw, attempt.index, attempt.attempt
+        said = [asked(task.name, rule.name, *place, answer.ids) for answer in attempt.answers]
+        costs = [float(x) for x in said if x is not None and x != FAILED]
+        if FAILED in said:
+            attempt.verdicts[rule.name] = FAILED
+            attempt.failed = attempt.lost = True
+        else:
+            attempt.verdicts[rule.name] = (max(costs), max(costs) > 0.4) if costs else None
     attempt.refused = any(
         rule.mode == "reject" and isinstance(v := attempt.verdicts[rule.name], tuple) and v[1]
         for rule in task.constraints
     )
 
 
-def score(task: Task, attempt: Attempt, answer: Answer) -> None:
+def score(task: Task, attempt: Attempt, asked: Asked) -> None:
     """Ask the rewards; a refused or failed attempt is not scored."""
-    if attempt.refused or attempt.failed:
+    if attempt.refused or attempt.failed or not task.has_rewards:
         return
+    place = attempt.draw, attempt.index, attempt.attempt
     for rule in task.rewards:
-        attempt.values[rule.name] = answer(
-            task.name, rule.name, attempt.draw, attempt.index, attempt.attempt, attempt.ids
-        )
+        if rule.is_of_world:  # nothing is no reward, unless a limit cut the episode
+            cut = 0.0 if attempt.finish == "length" else None
+            attempt.values[rule.name] = cut if attempt.earned is None else attempt.earned
+        else:
+            attempt.values[rule.name] = asked(task.name, rule.name, *place, attempt.ids)
     weighted = [rule for rule in task.rewards if rule.weight]
     said = [attempt.values[rule.name] for rule in weighted]
     if FAILED in said or (weighted and all(v is None for v in said)):
@@ -70,8 +115,8 @@ def run_prompt(
     task: Task,
     draw: int,
     version: int,
-    sampler: Sampler,
-    answer: Answer,
+    world: World,
+    asked: Asked,
     control: Sequence[int] = (),
     group_size: int | None = None,
     engine_fails: Callable[[str, int, int], bool] = lambda task, draw, index: False,
@@ -81,30 +126,91 @@ def run_prompt(
     found = []
     for index in range(group_size or task.group_size):
         for number in range(most):
-            attempt = sampler(task.name, draw, index, number, version, control)
-            if number == 0 and engine_fails(task.name, draw, index):
-                attempt.failed = True
-                found.append(attempt)
-                break
-            judge(task, attempt, answer)
-            score(task, attempt, answer)
+            attempt = play(task, (draw, index, number), version, world, list(control))
             found.append(attempt)
+            if number == 0 and engine_fails(task.name, draw, index):
+                attempt.lost = True
+            if attempt.lost:
+                attempt.failed = True
+                break
+            judge(task, attempt, asked)
+            score(task, attempt, asked)
             if not attempt.refused:
                 break
     return found
 
 
+def given_answer(
+    task: Task, draw: int, version: int, world: World, engine_fails: Callable[[str, int, int], bool]
+) -> Attempt | None:
+    """The row's answer, which nobody judges or scores; None where it is longer than a response may be."""
+    ids = world.given(task.name, draw)
+    if len(ids) > task.max_new_tokens:
+        return None
+    answer = Answer(context=world.prompt(task.name, draw), ids=ids, logprobs=[], finish="stop")
+    lost = engine_fails(task.name, draw, 0)
+    own = {"task": task.name, "draw": draw, "index": 0, "attempt": 0, "version": version}
+    return Attempt(**own, answers=[answer], finish="stop", lost=lost, failed=lost)  # type: ignore[arg-type]
+
+
+def play(task: Task, place: tuple[int, int, int], version: int, world: World, control: list[int]) -> Attempt:
+    """One response, or one episode: answers in turn with the world until it or a limit ends them.
+
+    A world that fails ends the try; the last try may fail too, and the episode is lost.
+    """
+    draw, index, number = place
+    own = Attempt(
+        task=task.name, draw=draw, index=index, attempt=number, version=version, answers=[], finish="stop"
+    )
+    prompt = [*control, *world.prompt(task.name, draw)]
+    if not task.max_turns:
+        own.answers = [world.write(task.name, place, 0, version, prompt, task.max_new_tokens)]
+        own.finish = own.answers[0].finish
+        return own
+    for tried in range(MOST_TRIES):
+        own.answers, own.earned, own.finish = [], None, "error"
+        said = world.hear(task.name, place, tried, [])
+        context = [*prompt, *said.ids]
+        while not said.fails:
+            room = task.most_tokens - len(own.ids)
+            if said.is_done:
+                own.finish = own.answers[-1].finish
+                return own
+            if own.answers and (len(own.answers) >= task.max_turns or room < 1):
+                own.finish = "length"
+                return own
+            most = min(task.max_new_tokens, room)
+            answer = world.write(task.name, place, len(own.answers), version, context, most)
+            answer.is_anew = said.is_anew
+            own.answers.append(answer)
+            said = world.hear(task.name, place, tried, own.answers)
+            if said.reward is not None and not said.fails:
+                own.earned = (own.earned or 0.0) + said.reward
+            context = [*control, *said.ids] if said.is_anew else [*context, *answer.ids, *said.ids]
+    own.lost = True
+    return own
+
+
+def is_trainable(task: Task, attempt: Attempt) -> bool:
+    """Whether the task's algorithm may learn from the attempt."""
+    if attempt.lost:
+        return False
+    if attempt.refused:
+        return task.type == "constrained_decoding"
+    return not task.needs_reward or attempt.reward is not None
+
+
 def outcome(task: Task, attempt: Attempt) -> float | None:
-    """What the algorithm is credited; None: it does not learn from the record."""
-    if attempt.failed:
+    """What the algorithm is credited; None: it has no reward to learn from."""
+    if not is_trainable(task, attempt):
         return None
     if attempt.refused:
-        return task.config["rejected_reward"] if task.type == "constrained_decoding" else None
+        return float(task.config["rejected_reward"])
     if attempt.reward is None:
         return None
     buffer = task.config.get("overlong_buffer", 0)
     if buffer:
-        excess = len(attempt.ids) - (task.max_new_tokens - buffer)
+        excess = len(attempt.ids) - (task.most_tokens - buffer)
         penalty = min(max(excess, 0) / buffer, 1.0)
         return attempt.reward - task.config["overlong_weight"] * penalty
     return attempt.reward
@@ -140,6 +246,8 @@ def costs_differ(task: Task, group: Sequence[Attempt]) -> bool:
 def is_informative(task: Task, group: Sequence[Attempt]) -> bool:
     """Whether the group gives the task's loss a gradient."""
     rewards = credited_rewards(task, group)
+    if not task.needs_reward:
+        return any(is_trainable(task, a) for a in group)
     if not rewards:
         return False
     if task.type in ("ppo", "gdpo", "reward_conditioned"):
@@ -152,7 +260,7 @@ def is_informative(task: Task, group: Sequence[Attempt]) -> bool:
 def has_spread(task: Task, group: Sequence[Attempt]) -> bool:
     """What schedulers call learnable: rewards differ, or costs do; of one response the algorithm's word."""
     rewards = credited_rewards(task, group)
-    if len(rewards) > 1:
+    if len(rewards) > 1 and task.needs_reward:
         return differ(rewards) or costs_differ(task, group)
     return is_informative(task, group)
 
@@ -178,7 +286,7 @@ def missing(
         lacks = quotas[task.name] - found - late.get(task.name, 0)
         rate = (found + 4.0 * rate_of(task.name)) / (len(own) + 4.0)
         if lacks > 0 and rate >= 0.05:
-            wanted[task.name] = math.ceil(lacks * min(1.0 / rate, 3.0))
+            wanted[task.name] = math.ceil(lacks * min(1.0 / rate, 3.0) - 1e-9)
     return wanted
 
 

@@ -21,6 +21,8 @@ class Detector:
     """CUSUM of ``(demonstrated - value) / error - k`` against the running maximum of a lower 95 % bound."""
 
     number_watched: int
+    least_scale: float = 0.0
+    """A fall counts as a part of at least this."""
     count: int = 0
     is_unit: bool = False
     average: float = 0.0
@@ -57,7 +59,7 @@ class Detector:
         else:
             value = 1.0 - number.mean if self.is_unit else -number.mean
         error = max(number.error, math.sqrt((0.02 if self.is_unit else 1e-12) / number.n))
-        scale = 0.0 if self.is_unit else error * math.sqrt(number.n)
+        scale = 0.0 if self.is_unit else max(self.least_scale, error * math.sqrt(number.n))
         self.demonstrated = self.lower_bound() if self.count else None
         self.count += 1
         gain = max(0.1, 1.0 / self.count)
@@ -94,9 +96,14 @@ class Guard:
     """Detectors by what they watch: a task (its primary metric) or ``task/metric``."""
 
     watched: list[str]
+    begin_at_zero: list[str] = field(default_factory=list)
+    """Those whose best value is 0, where a part of the level means nothing."""
 
     def __post_init__(self) -> None:
-        self.detectors = {key: Detector(len(self.watched)) for key in self.watched}
+        self.detectors = {
+            key: Detector(len(self.watched), 1.0 if key in self.begin_at_zero else 0.0)
+            for key in self.watched
+        }
         self.good: dict[str, Number] = {}
         self.since_good = 0
 

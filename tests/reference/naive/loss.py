@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .model import Weights, before_each_token, logits_of, sampled_logits, scores_of
+from .model import Weights, before_each_token, logits_of, merged, sampled_logits, scores_of
 from .records import Sample
 from .settings import Settings, Task
 
@@ -31,6 +31,23 @@ class TokenSums:
         return {key[1]: total / self.counts[key] for key, total in own}
 
 
+def states_of(
+    settings: Settings, weights: Weights, samples: Sequence[Sample], *, for_reference: bool = False
+) -> list[Tensor]:
+    """Return the hidden states [T, H] from which each sample's tokens are predicted."""
+    answers = [(s, a) for s in samples for a in s.answers]
+    hidden = iter(
+        before_each_token(
+            weights,
+            [a.context[s.num_control :] if for_reference else a.context for s, a in answers],
+            [a.ids for _, a in answers],
+            settings.num_heads,
+            settings.num_key_value_heads,
+        )
+    )
+    return [torch.cat([next(hidden) for _ in s.answers]) for s in samples]
+
+
 def outputs(
     settings: Settings,
     weights: Weights,
@@ -38,25 +55,46 @@ def outputs(
     margins: list[float],
     *,
     for_reference: bool = False,
+    whole: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return hidden states [T, H] and logits [T, V] of the distribution each sample's policy samples from."""
-    hidden = before_each_token(
-        weights,
-        [s.reference_prompt if for_reference else s.prompt for s in samples],
-        [s.ids for s in samples],
-        settings.num_heads,
-        settings.num_key_value_heads,
-    )
-    found = []
-    for s, h in zip(samples, hidden, strict=True):
+    """Return hidden states [T, H] and logits [T, V] of the distribution each sample's policy samples from.
+
+    ``whole``: without top-k and top-p.
+    """
+    weights, found = merged(weights), []
+    states = states_of(settings, weights, samples, for_reference=for_reference)
+    for s, h in zip(samples, states, strict=True):
         task, logits = settings[s.task], logits_of(weights, h)
-        never = torch.zeros(logits.shape[-1], dtype=torch.bool)
-        never[settings.control_tokens] = True
+        never = torch.zeros(logits.shape, dtype=torch.bool)
+        if task.sentences is not None:
+            rows = [row for a in s.answers for row in allowed_tokens(settings, task.sentences, a.ids)]
+            never = torch.tensor([[v not in row for v in range(logits.shape[-1])] for row in rows])
+        never[:, settings.control_tokens] = True
         logits = logits.masked_fill(never, -math.inf)
         if s.rollout_logprobs is not None:
-            logits = sampled_logits(logits, s.ids, task.temperature, task.top_k, task.top_p, margins)
+            cut = (0, 1.0) if whole else (task.top_k, task.top_p)
+            logits = sampled_logits(logits, s.ids, task.temperature, *cut, margins)
         found.append((h, logits))
     return found
+
+
+def allowed_tokens(
+    settings: Settings, sentences: Sequence[Sequence[int]], ids: Sequence[int]
+) -> list[set[int]]:
+    """What a grammar allows in the place of each token: what leads to a sentence, the end after one."""
+    found = []
+    for t in range(len(ids)):
+        before = list(ids[:t])
+        longer = [s for s in sentences if list(s[:t]) == before]
+        found.append({s[t] if len(s) > t else settings.end_token for s in longer})
+    return found
+
+
+def exact_kl(logits: Tensor, others: Tensor) -> Tensor:
+    """``sum_v p (log p - log q)`` over the tokens that are possible: [T]."""
+    p, q = logits.log_softmax(-1), others.log_softmax(-1)
+    gap = torch.where(p == -math.inf, 0.0, p - q)
+    return (p.exp() * gap).sum(-1)
 
 
 def values_of(
@@ -65,13 +103,7 @@ def values_of(
     """Return the value before each token: the task's head on the hidden states of actor or trunk."""
     if settings.critic_trunk == "separate":
         trunk = {n.removeprefix("trunk."): w for n, w in critic.items() if n.startswith("trunk.")}
-        hidden = before_each_token(
-            trunk,
-            [s.prompt for s in samples],
-            [s.ids for s in samples],
-            settings.num_heads,
-            settings.num_key_value_heads,
-        )
+        hidden = states_of(settings, merged(trunk), samples)
     return [
         h @ critic[f"{s.task}.weight"][0] + critic[f"{s.task}.bias"][0]
         for s, h in zip(samples, hidden, strict=True)
@@ -88,6 +120,7 @@ def token_losses(
     weights: Weights,
     critic: Weights,
     reference: Weights | None,
+    teachers: Mapping[str, Weights],
     samples: Sequence[Sample],
     betas: Mapping[str, float],
     sums: TokenSums,
@@ -113,28 +146,40 @@ def token_losses(
     )
     losses = []
     for i, (s, (_, logits)) in enumerate(zip(samples, found, strict=True)):
-        task = settings[s.task]
-        logp, entropy = scores_of(logits, s.ids)
+        task, whole = settings[s.task], logits
+        if task.type == "distill" and task.config["exact"]:
+            ((_, whole),) = outputs(settings, weights, [s], margins, whole=True)
+        other = reference
+        if task.type == "distill":
+            other = teachers[s.task]
+        places = [t for t, is_choice in enumerate(s.is_choice) if is_choice]
+        kl = None
+        if (task.type == "distill" and task.config["exact"]) or (
+            task.type == "reward_conditioned" and betas[s.task] > 0.0
+        ):
+            assert other is not None
+            ((_, others),) = outputs(settings, other, [s], margins, for_reference=True, whole=True)
+            kl = exact_kl(whole, others)[places]
+        own = s.take(places)
+        logp, entropy = (x[places] for x in scores_of(logits, s.ids))
         note = _Note(sums, s.task)
-        if task.type == "reward_conditioned":
+        if task.type in ("reward_conditioned", "sft"):
             loss = -logp
             note("nll", loss)
-            if betas[s.task] > 0.0:
-                assert reference is not None
-                ((_, ref_logits),) = outputs(settings, reference, [s], margins, for_reference=True)
-                policy, other = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-                possible = [v for v in range(logits.shape[-1]) if v not in settings.control_tokens]
-                policy, other = policy[:, possible], other[:, possible]
-                exact = (policy.exp() * (policy - other)).sum(-1)
-                loss = loss + betas[s.task] * exact
-                note("kl_loss", exact)
-            loss = loss - task.config["entropy_coefficient"] * entropy
+            if kl is not None:
+                loss = loss + betas[s.task] * kl
+                note("kl_loss", kl)
+        elif kl is not None:
+            note("teacher_kl", kl)
+            loss = kl * _correction(task, own, logp, note)
         else:
-            loss = _policy_loss(task, s, logp, entropy, betas[s.task], note, margins)
+            loss = _policy_loss(task, own, logp, betas[s.task], note, margins)
             if task.type == "ppo":
-                note("policy_loss", loss)
-                value_loss = _value_loss(task, s, values[i], note, margins)
+                # the entropy is part of the policy's loss
+                note("policy_loss", loss - task.config["entropy_coefficient"] * entropy)
+                value_loss = _value_loss(task, own, values[i][places], note, margins)
                 loss = loss + task.config["value_coefficient"] * value_loss
+        loss = loss - task.config["entropy_coefficient"] * entropy
         note("loss", loss)
         note("entropy", entropy)
         losses.append(loss)
@@ -150,8 +195,22 @@ class _Note:
         self.sums.add(self.task, name, values)
 
 
+def _correction(task: Task, s: Sample, logp: Tensor, note: _Note) -> Tensor:
+    """min(old / engine, cap): what the engine's probabilities were off by; 1 without a cap."""
+    old = s.old_logprobs if s.old_logprobs is not None else logp.detach()
+    assert s.rollout_logprobs is not None
+    gap = old.detach() - torch.tensor(s.rollout_logprobs, dtype=logp.dtype)
+    gap = torch.where(gap.abs() < 1e-5, 0.0, gap)  # counts as rounding
+    note("mismatch", gap.abs())
+    if task.config["truncated_is"] <= 0.0:
+        return torch.ones_like(gap)
+    correction = gap.exp().clamp(max=task.config["truncated_is"])
+    note("is_weight", correction)
+    return correction
+
+
 def _policy_loss(
-    task: Task, s: Sample, logp: Tensor, entropy: Tensor, beta: float, note: _Note, margins: list[float]
+    task: Task, s: Sample, logp: Tensor, beta: float, note: _Note, margins: list[float]
 ) -> Tensor:
     config = task.config
     old = s.old_logprobs if s.old_logprobs is not None else logp.detach()
@@ -179,21 +238,13 @@ def _policy_loss(
         if bool((ratio.detach() != 1.0).any()):
             margins += (ratio - low).abs().tolist() + (ratio - high).abs().tolist()
     note("ratio", ratio)
-    assert s.rollout_logprobs is not None
-    sampled = torch.tensor(s.rollout_logprobs, dtype=logp.dtype)
-    gap = old.detach() - sampled
-    gap = torch.where(gap.abs() < 1e-5, 0.0, gap)  # counts as rounding
-    note("mismatch", gap.abs())
-    if config["truncated_is"] > 0.0:
-        correction = gap.exp().clamp(max=config["truncated_is"])
-        loss = correction * loss
-        note("is_weight", correction)
+    loss = loss * _correction(task, s, logp, note)
     if beta > 0.0 and task.kl_placement == "loss":
         assert s.reference_logprobs is not None
         kl = estimate_kl(task.kl_estimator, logp, s.reference_logprobs)
         loss = loss + beta * kl
         note("kl_loss", kl)
-    return loss - config["entropy_coefficient"] * entropy
+    return loss
 
 
 def _value_loss(task: Task, s: Sample, values: Tensor, note: _Note, margins: list[float]) -> Tensor:
@@ -242,9 +293,9 @@ def token_weights(
         own = [other for other in part if other.task == s.task]
         present = sum(any(other.task == s.task for other in p) for p in parts)
         denominator = {
-            "token": max(1, sum(len(other.ids) for other in own if not other.is_masked)),
-            "sequence": len(own) * len(s.ids),
-            "constant": len(own) * task.max_new_tokens,
+            "token": max(1, sum(other.num_counted for other in own)),
+            "sequence": sum(other.fraction for other in own) * max(1, s.num_counted) / s.fraction,
+            "constant": sum(other.fraction for other in own) * task.most_tokens,
         }[task.config["aggregation"]]
         weights.append(shares.get(s.task, 0.0) * len(parts) / present * task.loss_weight / denominator)
     return weights
@@ -258,4 +309,4 @@ def can_matter(task: Task, beta: float, s: Sample) -> bool:
         or (beta > 0.0 and task.kl_placement == "loss")
         or task.type in ("ppo", "reward_conditioned")
     )
-    return not s.is_masked and (always or bool((s.advantages.abs() > 1e-9).any()))
+    return s.num_counted > 0 and (always or bool((s.advantages.abs() > 1e-9).any()))

@@ -9,6 +9,18 @@ import torch
 from torch import Tensor
 
 Weights = Mapping[str, Tensor]
+LORA_ALPHA = 32.0
+
+
+def merged(weights: Weights) -> Weights:
+    """The weights with low-rank adapters added: W + scale B A."""
+    ends = (".lora_A.default.weight", ".lora_B.default.weight")
+    adapted = [name.removesuffix(ends[0]) for name in weights if name.endswith(ends[0])]
+    plain = {name: w for name, w in weights.items() if not name.endswith(ends)}
+    for name in adapted:
+        a, b = (weights[name + end] for end in ends)
+        plain[f"{name}.weight"] = plain[f"{name}.weight"] + LORA_ALPHA / a.shape[0] * b @ a
+    return plain
 
 
 def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -72,7 +84,8 @@ def before_each_token(
 
 
 def logits_of(weights: Weights, hidden: Tensor) -> Tensor:
-    return hidden @ weights["lm_head.weight"].T
+    """With one weight for embeddings and output where there is no other."""
+    return hidden @ weights.get("lm_head.weight", weights["model.embed_tokens.weight"]).T
 
 
 def sampled_logits(
@@ -88,7 +101,7 @@ def sampled_logits(
         return logits
     result = logits.clone()
     for t, row in enumerate(logits.detach()):
-        order = row.argsort(descending=True).tolist()
+        order = row.argsort(descending=True)[: int((row > -math.inf).sum())].tolist()
         kept = order[:top_k] if top_k > 0 else order
         if 0 < top_k < len(order):
             margins.append(float(row[order[top_k - 1]] - row[order[top_k]]))

@@ -49,6 +49,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "popart_rate": 3e-4,
     },
     "reward_conditioned": _BASE | {"quantiles": 5, "buffer_size": 2048},
+    "sft": _BASE,
+    "distill": _BASE | {"exact": True},
 }
 """Configuration of every algorithm, as its page says."""
 
@@ -63,7 +65,7 @@ POLICIES: dict[str, dict[str, float]] = {
 }
 """Configuration of every policy of the scheduler, as its page says."""
 
-Answer = Callable[[str, str, int, int, int, Sequence[int]], "float | str | None"]
+Asked = Callable[[str, str, int, int, int, Sequence[int]], "float | str | None"]
 """(task, plugin, draw, sample, attempt, response) -> value, ``FAILED``, or None: not applicable."""
 
 
@@ -74,6 +76,8 @@ class RewardRule:
     low: float = -math.inf
     high: float = math.inf
     higher_is_better: bool = True
+    is_of_world: bool = False
+    """What the world of an episode gave."""
 
     @property
     def signed_weight(self) -> float:
@@ -115,6 +119,15 @@ class Task:
     kl_horizon: float = 100.0
     higher_is_better: bool = True
     primary_metric: str = "reward"
+    grammar: dict[str, Any] = field(default_factory=dict)
+    """As the tasks file says it."""
+    sentences: list[list[int]] | None = None
+    """Of its grammar: all that a response may be, without the end token."""
+    max_turns: int = 0
+    """Most answers of an episode; 0 = no world, one response."""
+    eval_samples: int = 1
+    max_episode_tokens: int = 0
+    """0 = ``max_turns`` whole answers."""
     given: dict[str, Any] = field(init=False)
     """``config`` without the defaults."""
 
@@ -122,13 +135,27 @@ class Task:
         self.given = self.config
         self.config = DEFAULTS[self.type] | self.config
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether a reward or a constraint says something of its responses."""
+        return bool(self.rewards or self.constraints)
+
+    @property
+    def needs_reward(self) -> bool:
+        return self.type not in ("sft", "distill")
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a response, or of all answers of an episode."""
+        return self.max_episode_tokens or max(1, self.max_turns) * self.max_new_tokens
+
     def range_of(self, name: str) -> tuple[float, float] | None:
         """Declared range of ``reward`` (penalties included) or of one of the rewards; None without one."""
         if name != "reward":
             rule = next(r for r in self.rewards if r.name == name)
             return (rule.low, rule.high) if math.isfinite(rule.high - rule.low) else None
         if not self.rewards:
-            return 0.0, 1.0
+            return (0.0, 1.0) if self.constraints else None
         ends = [(r.signed_weight * r.low, r.signed_weight * r.high) for r in self.rewards if r.weight]
         if not all(math.isfinite(x) for pair in ends for x in pair):
             return None
@@ -137,8 +164,27 @@ class Task:
 
 
 @dataclass(kw_only=True)
+class Anchor:
+    """Held-out texts of which every evaluation measures the loss, and the KL to the initial weights."""
+
+    name: str
+    has_answers: bool = True
+    """The rows have the texts; else the actor writes them once."""
+    is_plain: bool = False
+    """The answers are whole texts, without a prompt and an end."""
+    has_kl: bool = True
+    max_tokens: int = 512
+    max_new_tokens: int = 5
+
+
+@dataclass(kw_only=True)
 class Settings:
     tasks: list[Task]
+    anchors: list[Anchor] = field(default_factory=list)
+    guard_factors: list[dict[str, float]] = field(default_factory=list)
+    """What the guard multiplies shares by, task by task, from each evaluation on; the last ones stay."""
+    guard_rate: float = 1.0
+    """... and the learning rate, from the first one on."""
     prompts_per_step: int = 8
     num_minibatches: int = 1
     num_epochs: int = 1
@@ -166,6 +212,9 @@ class Settings:
     num_heads: int = 4
     num_key_value_heads: int = 2
     first_control_token: int = 32
+    end_token: int = 1
+    lora_rank: int = 0
+    """0 = all weights are trained."""
 
     @property
     def of_policy(self) -> dict[str, float]:

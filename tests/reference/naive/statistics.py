@@ -81,6 +81,12 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
     found["length"] = number([float(len(a.ids)) for a in ends], [a.group for a in ends], "none", None)
     rate("truncated_rate", ends, [float(a.finish == "length") for a in ends])
     rate("failure_rate", final, [float(a.failed) for a in final])
+    if task.sentences is not None:
+        whole = [float(all(answer.finish == "stop" for answer in a.answers)) for a in ends]
+        found["grammar/accepted_rate"] = number(whole, [a.group for a in ends], "higher", (0.0, 1.0))
+    if task.max_turns:
+        turns = [float(len(a.answers)) for a in ends]
+        found["turns"] = number(turns, [a.group for a in ends], "none", None)
     if task.constraints:
         counted = [c for c in task.constraints if not (c.mode == "penalty" and c.weight == 0.0)]
         rate("cost", alive, [overall_cost(counted, a) for a in alive])
@@ -90,6 +96,31 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
         rate("violation_rate", first, [violates(a) for a in first])
         rate("served_violation_rate", ends, [violates(a) for a in ends])
     return {name: value for name, value in found.items() if value is not None}
+
+
+def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[str, Number]:
+    """pass@j: the chance that one of j responses to a prompt reaches the good end of its range."""
+    name, final = task.primary_metric, last_attempts(attempts)
+    found: dict[str, Number] = {}
+    if task.eval_samples == 1 or task.range_of(name) is None:
+        return found
+    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    side = 1 if task.higher_is_better else -1
+    prompts: dict[object, list[bool]] = {a.group: [] for a in final}
+    for a, value in zip(final, values, strict=True):
+        if not math.isnan(value):
+            ends = (applied_ranges(task, [a]) if name == "reward" else []) or [task.range_of(name)]
+            assert ends[0] is not None
+            good = ends[0][1] if side > 0 else ends[0][0]
+            prompts[a.group].append(not a.refused and side * (value - good) >= -1e-9)
+    for j in sorted({2**i for i in range(9) if 2**i <= task.eval_samples} | {task.eval_samples}):
+        rates = []
+        for own in prompts.values():
+            n, c = len(own), sum(own)
+            rates.append(1.0 - math.comb(n - c, j) / math.comb(n, j) if n >= j else math.nan)
+        if (rate := number(rates, list(prompts), "higher", (0.0, 1.0))) is not None:
+            found[f"pass@{j}"] = rate
+    return found
 
 
 def violates(attempt: Attempt) -> float:
@@ -134,7 +165,8 @@ def step_statistics(
         mean = math.fsum(own) / len(own)
         deviations.append(math.sqrt(math.fsum((r - mean) ** 2 for r in own) / len(own)))
         *rest, best = sorted(own)
-        above.append(best - math.fsum(rest) / len(rest))
+        if task.needs_reward:
+            above.append(best - math.fsum(rest) / len(rest))
     numbers = describe(task, attempts, refused)
     mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
     spread = math.fsum(deviations) / len(deviations) if deviations else math.nan

@@ -5,22 +5,50 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
-from .experience import Sampler, groups_of, is_informative, keep, missing, outcome, run_prompt
+from .experience import (
+    World,
+    given_answer,
+    groups_of,
+    is_informative,
+    is_trainable,
+    keep,
+    missing,
+    outcome,
+    run_prompt,
+)
 from .guard import Guard
-from .loss import TokenSums, can_matter, minibatches, outputs, token_losses, token_weights, values_of
-from .model import scores_of
+from .loss import (
+    TokenSums,
+    allowed_tokens,
+    can_matter,
+    exact_kl,
+    minibatches,
+    outputs,
+    token_losses,
+    token_weights,
+    values_of,
+)
+from .model import before_each_token, logits_of, merged, scores_of
 from .optimizer import AdamW, clipped, schedule
 from .quantiles import check_draws
-from .records import Attempt, Number, Sample
-from .settings import Answer, Settings, Task
-from .statistics import Refused, applied_ranges, describe, primary, shown_rewards, step_statistics
+from .records import Answer, Attempt, Number, Sample, number
+from .settings import Anchor, Asked, Settings, Task
+from .statistics import (
+    Refused,
+    applied_ranges,
+    describe,
+    primary,
+    shown_rewards,
+    solved_rates,
+    step_statistics,
+)
 
 
 class Teacher:
@@ -37,8 +65,8 @@ class Teacher:
 class Given:
     """What a step cannot know: the world, and choices made by chance."""
 
-    sampler: Sampler
-    answer: Answer
+    world: World
+    asked: Asked
     shuffle: Callable[[str, int, int, int], list[int]]
     """(task, step, epoch, number of samples) -> their order."""
     ranks: Mapping[str, int]
@@ -50,7 +78,9 @@ class Given:
     """What the scheduler has seen before the first step, as from a longer run."""
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
-    held_out_sampler: Sampler | None = None
+    held_out_world: World | None = None
+    teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """Weights of the teacher of each task that has one."""
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
     """task -> what chance drew from its buffer in this step: draw and sample, quantile."""
 
@@ -87,6 +117,10 @@ class Batch:
     shares: dict[str, float]
     quotas: dict[str, int]
     attempts: list[Attempt]
+    drawn_before: dict[str, int]
+    """Prompts that each task had drawn."""
+    moved: dict[str, float]
+    """What its quotas took from, or added to, what each task is owed."""
 
 
 @dataclass
@@ -115,9 +149,15 @@ class Run:
         self.late: list[tuple[int, list[Attempt]]] = []
         """Step at which it is scored, group."""
         self.buffers: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
-        self.reference = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
+        own = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
+        self.reference = dict(merged(own))
         self.margins: list[float] = []
-        self.guard = Guard([t.name for t in self.settings.tasks] + self.settings.watched)
+        anchors = self.settings.anchors
+        names = [t.name for t in self.settings.tasks] + [a.name for a in anchors]
+        self.guard = Guard(names + self.settings.watched, [f"{a.name}/kl" for a in anchors])
+        self.evaluations = 0
+        self.written: dict[str, dict[int, list[int]]] = {}
+        """What the actor wrote for an anchor without given texts."""
         for seen in self.given.past:
             self.scheduler.observe(seen)
 
@@ -135,18 +175,27 @@ class Run:
     def draw(self, counts: Mapping[str, int]) -> list[Attempt]:
         found = []
         for task in self.settings.tasks:
-            for _ in range(counts.get(task.name, 0)):
+            left = counts.get(task.name, 0)
+            while left:
                 number = self.draws[task.name]
                 self.draws[task.name] += 1
                 control = []
+                if task.type == "sft":
+                    given = given_answer(
+                        task, number, self.version, self.given.world, self.given.engine_fails
+                    )
+                    found += [given] if given else []
+                    left -= given is not None
+                    continue
+                left -= 1
                 if task.type == "reward_conditioned" and self.buffers[task.name]:
                     control = [self.settings.first_control_token + task.config["quantiles"] - 1]
                 found += run_prompt(
                     task,
                     number,
                     self.version,
-                    self.given.sampler,
-                    self.given.answer,
+                    self.given.world,
+                    self.given.asked,
                     control,
                     engine_fails=self.given.engine_fails,
                 )
@@ -156,7 +205,7 @@ class Run:
         self, attempts: list[Attempt], began: int
     ) -> tuple[list[Attempt], list[tuple[int, list[Attempt]]]]:
         """Groups that are scored when the quorum is reached, and those that come later, with the step."""
-        groups = groups_of(attempts)
+        groups = groups_of([a for a in attempts if self.settings[a.task].type != "sft"])
         needed = math.ceil(self.settings.quorum * len(groups) - 1e-9)
         # what waits is a reward, and refused responses have none
         asked = [name for name, own in groups.items() if any(not a.refused for a in own)]
@@ -173,9 +222,10 @@ class Run:
             stop = min(stop, (self.step_number // settings.eval_every + 1) * settings.eval_every)
         last = min(self.step_number + self.lag, stop - 1)
         while self.step_number + len(self.ahead) <= last:
-            shares = self.scheduler.shares()
+            shares, before, draws = self.scheduler.shares(), self.scheduler.carry, dict(self.draws)
             quotas = self.scheduler.quotas()
-            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas)))
+            moved = {n: x - before.get(n, 0.0) for n, x in self.scheduler.carry.items()}
+            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas), draws, moved))
         batch = self.ahead.popleft()
         quotas = batch.quotas
         drawn, late = self.split_late(batch.attempts, batch.began)
@@ -207,6 +257,17 @@ class Run:
         self.settle(kept, entitled, dropped)
         return batch, drawn, kept
 
+    def reopen(self) -> None:
+        """Go on from a checkpoint: it leaves out what is sampled ahead, and owes late groups."""
+        if self.ahead:
+            self.draws = dict(self.ahead[0].drawn_before)
+        for batch in self.ahead:
+            for name, x in batch.moved.items():
+                self.scheduler.carry[name] -= x
+        self.ahead.clear()
+        self.scheduler.carry_over(_count(group[0].task for _, group in self.late))
+        self.late = []
+
     def settle(
         self, kept: Sequence[Attempt], entitled: Mapping[str, int], dropped: Mapping[str, int]
     ) -> None:
@@ -234,27 +295,38 @@ class Run:
     def samples_of(self, kept: Sequence[Attempt]) -> list[Sample]:
         found = []
         for task in self.settings.tasks:
-            own = [a for a in kept if a.task == task.name and outcome(task, a) is not None]
+            own = [a for a in kept if a.task == task.name and is_trainable(task, a)]
             chosen = (
                 self.replayed(task.name, own) if task.type == "reward_conditioned" else [(a, -1) for a in own]
             )
             for a, quantile in chosen:
                 reward = outcome(task, a)
-                assert reward is not None
-                conditioned = task.type == "reward_conditioned"
                 first = self.settings.first_control_token
-                plain = [i for i in a.prompt if i < first]
+                control = [first + quantile] if task.type == "reward_conditioned" else []
+                answers = []
+                for answer in a.answers:
+                    plain = [i for i in answer.context if i < first]
+                    answers.append(replace(answer, context=[*control, *plain]))
+                is_choice = [True] * len(a.ids)
+                if task.sentences is not None and task.type != "ppo":
+                    is_choice = [
+                        len(allowed) > 1
+                        for answer in answers
+                        for allowed in allowed_tokens(self.settings, task.sentences, answer.ids)
+                    ]
+                is_sampled = task.type not in ("reward_conditioned", "sft")
                 found.append(
                     Sample(
                         task=task.name,
                         group=a.group,
                         name=a.name,
-                        prompt=[first + quantile, *plain] if conditioned else plain,
+                        answers=answers,
                         ids=a.ids,
-                        reward=reward,
-                        rollout_logprobs=None if conditioned else a.logprobs,
-                        reference_prompt=plain,
+                        reward=0.0 if reward is None else reward,
+                        rollout_logprobs=[x for own in answers for x in own.logprobs] if is_sampled else None,
+                        num_control=len(control),
                         is_masked=task.config["mask_truncated"] and a.finish == "length",
+                        is_choice=is_choice,
                         terms=list(a.terms) or [(w, math.nan) for w, _ in self.empty_terms(task.name)],
                         costs=[a.cost(m.rule.name) for m in self.multipliers[task.name]],
                     )
@@ -285,6 +357,7 @@ class Run:
         for task in self.settings.tasks:
             own = [s for s in samples if s.task == task.name]
             needs_reference = task.kl_coefficient > 0.0 and task.type != "reward_conditioned"
+            needs_reference |= task.type == "distill" and not task.config["exact"]
             if not own or not (self.many_updates or task.type == "ppo" or needs_reference):
                 continue
             with torch.no_grad():
@@ -293,7 +366,8 @@ class Run:
                 for s, (_, logits) in zip(own, found, strict=True):
                     s.old_logprobs = scores_of(logits, s.ids)[0]
                 if needs_reference:
-                    found_there = outputs(self.settings, self.rounded(self.reference), own, self.margins)
+                    other = self.given.teachers.get(task.name, self.reference)
+                    found_there = outputs(self.settings, self.rounded(other), own, self.margins)
                     for s, (_, logits) in zip(own, found_there, strict=True):
                         s.reference_logprobs = scores_of(logits, s.ids)[0]
                 if task.type == "ppo":
@@ -311,7 +385,7 @@ class Run:
             own = [s for s in samples if s.task == task.name]
             if not own:
                 continue
-            if own[0].reference_logprobs is not None:
+            if own[0].reference_logprobs is not None and task.type != "distill":
                 gaps = [float((s.old_logprobs - s.reference_logprobs).sum()) for s in own]  # type: ignore[operator]
                 metrics[task.name]["kl"] = math.fsum(gaps) / len(gaps)
             beta = self.kls[task.name].beta
@@ -331,7 +405,6 @@ class Run:
                     assert a is not None
                     s.advantages = torch.where(a == 0.0, a, a + size * torch.randn(1, dtype=a.dtype))
             for s in own:
-                s.is_active = can_matter(task, beta, s)
                 if not self.many_updates:
                     s.old_logprobs = None
 
@@ -347,7 +420,7 @@ class Run:
         self, samples: Sequence[Sample], shares: Mapping[str, float], teacher: Teacher, sums: TokenSums
     ) -> list[Update]:
         settings, updates = self.settings, []
-        factor = schedule(settings, self.step_number)
+        factor = schedule(settings, self.step_number) * (settings.guard_rate if self.evaluations else 1.0)
         for epoch in range(settings.num_epochs):
             order = {
                 t.name: self.given.shuffle(
@@ -369,7 +442,9 @@ class Run:
         self, active: Sequence[tuple[Sample, float]], factor: float, teacher: Teacher, sums: TokenSums
     ) -> Update:
         settings = self.settings
-        leaves = {n: w.detach().clone().requires_grad_(True) for n, w in self.rounded(self.weights).items()}
+        leaves = {n: w.detach().clone() for n, w in self.rounded(self.weights).items()}
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(not settings.lora_rank or "lora_" in name or name.startswith("critic."))
         actor = {n: w for n, w in leaves.items() if not n.startswith("critic.")}
         betas = {name: kl.beta for name, kl in self.kls.items()}
         losses = token_losses(
@@ -377,6 +452,7 @@ class Run:
             actor,
             self.critic(leaves),
             self.rounded(self.reference),
+            {name: self.rounded(own) for name, own in self.given.teachers.items()},
             [s for s, _ in active],
             betas,
             sums,
@@ -405,8 +481,14 @@ class Run:
         """Return metrics by ``task`` and ``task/metric``, whether the guard alarms, whether all is good."""
         numbers: dict[str, Number] = {}
         ends: dict[str, tuple[float, float] | None] = {}
-        assert self.given.held_out_sampler is not None
+        world = self.given.held_out_world
+        assert world is not None
         for task in self.settings.tasks:
+            if not task.has_rewards:
+                main = self.measure_texts(task, world)
+                numbers |= {task.name: main} if main is not None else {}
+                ends[task.name] = (0.0, math.inf)
+                continue
             control = []
             if task.type == "reward_conditioned":
                 control = [self.settings.first_control_token + task.config["quantiles"] - 1]
@@ -414,11 +496,13 @@ class Run:
                 attempt
                 for i in range(self.given.held_out[task.name])
                 for attempt in run_prompt(
-                    task, i, self.version, self.given.held_out_sampler, self.given.answer, control, 1
+                    task, i, self.version, world, self.given.asked, control, task.eval_samples
                 )
             ]
             memory = self.refused[task.name]
             own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
+            rates = solved_rates(task, attempts, memory)
+            own |= {f"{task.name}/{k}": v for k, v in rates.items()}
             main = primary(task, attempts, memory)
             numbers |= own | ({task.name: main} if main is not None else {})
             ends[task.name] = task.range_of(task.primary_metric)
@@ -430,7 +514,74 @@ class Run:
             mean = own.get(f"{task.name}/reward_mean")
             if mean is not None and task.name in self.scheduler.traces:
                 self.scheduler.traces[task.name].calibrate(mean.mean, mean.error)
+        for anchor in self.settings.anchors:
+            measured = self.measure_anchor(anchor)
+            numbers |= measured
+            ends |= dict.fromkeys(measured, (0.0, math.inf))
+        self.evaluations += 1
+        if factors := self.settings.guard_factors:
+            self.scheduler.factors = factors[min(self.evaluations, len(factors)) - 1]
         return numbers, *self.guard.observe(numbers, ends)
+
+    def measure_anchor(self, anchor: Anchor) -> dict[str, Number]:
+        """Loss under the actor and KL(initial actor, actor), each text's mean over its tokens."""
+        world, memory = self.given.held_out_world, self.written.setdefault(anchor.name, {})
+        assert world is not None
+        texts = []
+        for i in range(self.given.held_out[anchor.name]):
+            context, ids = world.prompt(anchor.name, i), world.given(anchor.name, i)
+            if not anchor.has_answers:
+                if i not in memory:
+                    place, most = (i, 0, 0), anchor.max_new_tokens
+                    memory[i] = world.write(anchor.name, place, 0, self.version, context, most, "anchor").ids
+                ids = memory[i]
+            if anchor.is_plain:
+                text = ids[:-1][: anchor.max_tokens]
+                context, ids = text[:1], text[1:]
+            if ids := ids[: anchor.max_tokens]:
+                texts.append((context, ids))
+        models = (merged(self.weights), self.reference if anchor.has_kl else {})
+        losses, kls = [], []
+        for context, ids in texts:
+            heads = (self.settings.num_heads, self.settings.num_key_value_heads)
+            logits = [
+                logits_of(own, before_each_token(own, [context], [ids], *heads)[0]) for own in models if own
+            ]
+            losses.append(-float(scores_of(logits[0], ids)[0].mean()))
+            if anchor.has_kl:
+                kls.append(float(exact_kl(logits[1], logits[0]).mean()))
+        found = {anchor.name: losses} | ({f"{anchor.name}/kl": kls} if kls else {})
+        known = {key: number(own, range(len(own)), "lower", (0.0, math.inf)) for key, own in found.items()}
+        return {key: own for key, own in known.items() if own is not None}
+
+    def measure_texts(self, task: Task, world: World) -> Number | None:
+        """Of a task without rewards: the mean loss of given answers, or the KL to the teacher of its own."""
+        samples = []
+        for i in range(self.given.held_out[task.name]):
+            context = world.prompt(task.name, i)
+            ids = world.given(task.name, i)
+            if task.type == "distill":
+                ids = world.write(task.name, (i, 0, 0), 0, self.version, context, task.max_new_tokens).ids
+            answer = Answer(context=context, ids=ids, logprobs=[], finish="stop")
+            samples.append(
+                Sample(
+                    task=task.name,
+                    group=(task.name, i),
+                    name=(task.name, i, 0, 0),
+                    answers=[answer],
+                    ids=ids,
+                    reward=0.0,
+                    rollout_logprobs=None,
+                )
+            )
+        with torch.no_grad():
+            own = [logits for _, logits in outputs(self.settings, self.weights, samples, [])]
+            if task.type == "distill":
+                teacher = outputs(self.settings, self.given.teachers[task.name], samples, [])
+                values = [float(exact_kl(a, b).mean()) for a, (_, b) in zip(own, teacher, strict=True)]
+            else:
+                values = [-float(scores_of(a, s.ids)[0].mean()) for a, s in zip(own, samples, strict=True)]
+        return number(values, [s.group for s in samples], "lower", (0.0, math.inf))
 
     # ------------------------------------------------------------------ the step
 
@@ -443,10 +594,14 @@ class Run:
         samples = self.samples_of(kept)
         self.look(samples)
         self.give_credit(samples, metrics)
+        samples = [part for s in samples for part in s.parts()]
+        for s in samples:
+            s.is_active = can_matter(settings[s.task], self.kls[s.task].beta, s)
         sums = TokenSums()
         updates = self.update(samples, self.loss_shares(batch.quotas, kept, samples), teacher, sums)
         decay = settings.reference_decay
-        self.reference = {n: decay * w + (1.0 - decay) * self.weights[n] for n, w in self.reference.items()}
+        now = merged(self.weights)
+        self.reference = {n: decay * w + (1.0 - decay) * now[n] for n, w in self.reference.items()}
         self.version += 1
         numbers = {}
         for task in settings.tasks:

@@ -116,6 +116,14 @@ def test_an_unlucky_step_of_a_learnable_task_is_made_up_for() -> None:
     assert drawn["task"] > 2
 
 
+def test_a_rate_that_is_off_by_a_rounding_costs_no_prompt() -> None:
+    for rate in (0.625, 0.6249999999999999):  # of the smoothed share of groups, as a sum in another order
+        drawn: dict[str, int] = {}
+        refill = Refill({"task": _run("task")}, 1, lambda _, rate=rate: rate)
+        refill.collect({"task": 1}, _experience({"task": 0.0}, drawn))
+        assert drawn == {"task": 1 + 2}  # (0 + 4 * 0.625) / (1 + 4) = 1 / 2
+
+
 def test_late_groups_of_a_task_without_a_quota_in_the_step_are_trained_on() -> None:
     drawn = _experience({"fast": 1.0, "slow": 1.0}, {})({"fast": 3, "slow": 1})
     report = StepReport(step=0, quotas={"fast": 3, "slow": 0, "idle": 1}, drawn=drawn, kept=drawn)
