@@ -13,6 +13,15 @@ from .world import VOCABULARY, Past, Script
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
+MULTIPLIER = {
+    "setpoint": (1.0, 0.2),
+    "smoothing": (1.0, 0.5),
+    "max_value": (0.8, 3.0),
+    "proportional": (0.0, 5.0),
+    "integral": (0.0, 1.0),
+    "derivative": (0.0, 1.0),
+    "log_rate": (3.0,),
+}
 STREAM = 50
 """One of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
@@ -143,6 +152,8 @@ def _more(case: Case) -> None:
         settings.anchors = [_anchor(rng, settings)]
     if (settings.anchors or any(settings.guard_factors)) and not settings.eval_every:
         settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+    for rule in [c for t in settings.tasks for c in t.constraints if c.mode == "lagrangian"]:
+        rule.multiplier |= {key: rng.choice(own) for key, own in MULTIPLIER.items() if rng.random() < 0.3}
     if case.num_steps > 1 and rng.random() < 0.25:
         case.resumed_at = rng.randrange(1, case.num_steps)
     known = [f"{t.name}/reward/{r.name}" for t in settings.tasks for r in t.rewards]

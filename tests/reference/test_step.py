@@ -75,6 +75,7 @@ def test_the_reference_shares_no_code_with_the_product(path):
                 "__future__",
                 "collections",
                 "dataclasses",
+                "itertools",
                 "math",
                 "scipy",
                 "torch",

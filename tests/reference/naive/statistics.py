@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .experience import credited_rewards, groups_of, has_spread, overall_cost
-from .records import Attempt, Number, number
+from .records import Answer, Attempt, Number, number
 from .settings import Task
 
 Refused = dict[str, float]
@@ -87,6 +88,8 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
     if task.max_turns:
         turns = [float(len(a.answers)) for a in ends]
         found["turns"] = number(turns, [a.group for a in ends], "none", None)
+        given = [float(sum(given_before(a.answers))) for a in ends]
+        found["given_tokens"] = number(given, [a.group for a in ends], "none", None)
     if task.constraints:
         counted = [c for c in task.constraints if not (c.mode == "penalty" and c.weight == 0.0)]
         rate("cost", alive, [overall_cost(counted, a) for a in alive])
@@ -96,6 +99,11 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
         rate("violation_rate", first, [violates(a) for a in first])
         rate("served_violation_rate", ends, [violates(a) for a in ends])
     return {name: value for name, value in found.items() if value is not None}
+
+
+def given_before(answers: Sequence[Answer]) -> list[int]:
+    """Tokens of the world between answers of one conversation."""
+    return [len(b.context) - len(a.context) - len(a.ids) for a, b in pairwise(answers) if not b.is_anew]
 
 
 def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[str, Number]:
