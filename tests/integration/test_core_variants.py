@@ -325,5 +325,5 @@ def test_settings_that_would_have_no_effect_are_refused(tmp_path, settings, mess
 def test_a_trainer_whose_run_has_ended_says_so(tmp_path):
     write_run(tmp_path)
     trainer = train(run_config(tmp_path, "out", 1))
-    with pytest.raises(TrainingError, match=r"run has ended.*Trainer\(trainer.actor"):
+    with pytest.raises(TrainingError, match=r"run has ended.*with trainer.actor as the actor"):
         trainer.evaluate()
