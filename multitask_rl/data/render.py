@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -306,6 +307,11 @@ def render_content(spec: TaskSpec, row: Row) -> str | list[dict[str, Any]]:
     return messages or render_template(spec.prompt, row, task=spec.name)
 
 
+def is_null(value: Any) -> bool:
+    """Whether a cell of a row is empty; NaN is what tables (pandas) have in an empty cell."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
 def render_template(template: str, row: Row, *, task: str) -> str:
     """Fill ``{column}`` with the row's values; ``{{`` and ``}}`` are braces. Values are never expanded again.
 
@@ -319,7 +325,7 @@ def render_template(template: str, row: Row, *, task: str) -> str:
         if column is None:
             continue
         value = row.get(column)
-        if value is None:
+        if is_null(value):
             state = "is null in" if column in row else "is not in"
             raise DataError(
                 f"task {task!r}: column {column!r} of the prompt template {state} row {row_id(row)!r} "
@@ -564,7 +570,7 @@ def check_rows(
     prompts = []
     for row in rows[:4] if isinstance(rows, GeneratedRows) else rows:
         own = filled - answered if _last_message(spec, row) is not None else filled
-        missing = {c for c in own if row.get(c) is None} | (present - row.keys())
+        missing = {c for c in own if is_null(row.get(c))} | (present - row.keys())
         if missing:
             label = _cut(repr(dict(row))) if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"

@@ -395,6 +395,14 @@ def test_messages_with_other_keys_are_told_which_keys_they_need() -> None:
         render_prompt(spec(), {"prompt": turns}, build_tokenizer(CHAT))
 
 
+def test_an_empty_cell_of_a_table_is_null() -> None:
+    """Rows of a pandas table have NaN there."""
+    for row in ({"prompt": float("nan"), "reference": "1"}, {"prompt": "a", "reference": float("nan")}):
+        with pytest.raises(DataError, match=r"lacks (prompt|reference), .*null there: (prompt|reference)"):
+            check_rows(spec("x.jsonl"), [row], needs=["reference"])
+    check_rows(spec("x.jsonl"), [{"prompt": "a", "reference": 1.5}], needs=["reference"])
+
+
 def test_a_missing_column_of_a_reward_is_named_where_it_is_read() -> None:
     with pytest.raises(DataError, match=r"lacks labels\.gold, .* name a column of the row") as caught:
         check_rows(spec("x.jsonl"), [{"prompt": "a", "labels": {"gold": 1}}], needs=["labels.gold"])
@@ -423,6 +431,7 @@ def test_template_fills_columns_and_leaves_their_braces_alone() -> None:
     [
         ("{question}", {"id": "x7", "prompt": "a"}, DataError, r"'question' .* not in row 'x7' .*id, prompt"),
         ("{prompt}", {"id": "x7", "prompt": None}, DataError, "is null in row 'x7'"),
+        ("{prompt}", {"id": "x7", "prompt": float("nan")}, DataError, "is null in row 'x7'"),
         ("{prompt", {"prompt": "a"}, ConfigError, "write {{ and }}"),
         ("{prompt.__class__}", {"prompt": "a"}, ConfigError, "is no column"),
         ("{}", {"prompt": "a"}, ConfigError, "is no column"),
