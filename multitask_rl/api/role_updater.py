@@ -48,7 +48,7 @@ class PPORoleUpdater(PPOTrainer):
         super().__init__(config, model=model, **further)
         if isinstance(self.config, RunConfig):
             raise ConfigError("PPORoleUpdater takes a PPOConfig; for a RunConfig call Trainer.train_step")
-        own = self.config  # of the caller, who may use it again
+        own = self.config  # it is the caller's: the changes go into copies
         if engine == "vllm":
             self.config = replace(own, rollout=replace(own.rollout, engine="vllm"))
         if overlap_comm:

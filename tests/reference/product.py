@@ -369,7 +369,7 @@ class Product:
         self.teacher = {name: p.detach().double() for name, p in model.named_parameters()}
 
     def teachers(self) -> dict[str, dict[str, Tensor]]:
-        """Weights of the teacher of every task that has one; nobody reads the rows of control tokens."""
+        """Task -> weights of its teacher. No step reads their rows of control tokens."""
         width = self.trainer.actor.model.get_input_embeddings().weight.shape[0]
         own = dict(self.teacher)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):

@@ -111,7 +111,10 @@ class RankGroup(TrainingBackend):
         self._version, self._number_in_step = -1, 0
         self._known = [-1] * len(self._tensors)
         """Version of each tensor that the other ranks have."""
-        absent = self._cut_tensors() if sharded and shards.begins_empty else []
+        at = {t.data_ptr(): number for number, t in enumerate(self._tensors)}
+        models_to_cut = [m for m in (runner.actor.model, runner.reference) if m is not None]
+        absent = [at[p.data_ptr()] for model in models_to_cut for p in model.parameters()]
+        absent = absent if sharded and shards.begins_empty else []
         for number in absent:
             self._known[number] = self._tensors[number]._version
         self._places: dict[int, int] = {}
@@ -160,30 +163,26 @@ class RankGroup(TrainingBackend):
                 # the kernels of a GPU do not run on weights in host memory
                 is_elsewhere = runner.actor.device != next(runner.actor.model.parameters()).device
                 attention = runner.actor.model.config._attn_implementation
-                is_of_gpu = is_elsewhere and attention.startswith("fl")  # flash_..., flex_attention
+                is_of_gpu = is_elsewhere and attention.startswith(("flash", "flex"))
                 plain = use_attention([runner.actor.model], "sdpa")
                 with plain if is_of_gpu else contextlib.nullcontext():
                     expected = probe(runner.actor.model, Passes())
                 if sharded:
-                    self._shard()
+                    self._shard(at)
                 self._call("probe", each=[(expected,), *[()] * len(self._others)])
         except BaseException:
             self.close()
             raise
 
-    def _cut_tensors(self) -> list[int]:
-        """Return the numbers of the tensors that are weights of the actor or of the reference."""
-        at = {t.data_ptr(): i for i, t in enumerate(self._tensors)}
-        models = [m for m in (self.runner.actor.model, self.runner.reference) if m is not None]
-        return [at[p.data_ptr()] for model in models for p in model.parameters()]
+    def _shard(self, at: Mapping[int, int]) -> None:
+        """Cut the models of all ranks. The actor keeps its adapters; its other weights are in the ranks.
 
-    def _shard(self) -> None:
-        """Cut the models of all ranks. The actor keeps its adapters; its other weights are in the ranks."""
+        ``at`` maps the address of a tensor to its number.
+        """
         runner = self.runner
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
         ranks, home = self._rank.ranks, next(actor.model.parameters()).device
-        at = {t.data_ptr(): i for i, t in enumerate(self._tensors)}
         self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
         gone = [at[p.data_ptr()] for p in (() if reference is None else reference.parameters())]
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None

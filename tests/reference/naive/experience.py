@@ -143,7 +143,7 @@ def run_prompt(
 def given_answer(
     task: Task, draw: int, version: int, world: World, engine_fails: Callable[[str, int, int], bool]
 ) -> Attempt | None:
-    """The row's answer, which nobody judges or scores; None where it is longer than a response may be."""
+    """Return the row's answer, without reward and costs; None where it is longer than a response may be."""
     ids = world.given(task.name, draw)
     if len(ids) > task.max_new_tokens:
         return None

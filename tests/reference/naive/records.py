@@ -38,7 +38,7 @@ class Attempt:
     earned: float | None = None
     """What the world of an episode gave."""
     lost: bool = False
-    """The engine, the world or a judge failed: nobody learns from it."""
+    """The engine, the world or a judge failed: no update uses the response."""
     verdicts: dict[str, tuple[float, bool] | str | None] = field(default_factory=dict)
     """Constraint -> cost and violated, ``FAILED``, or None where it does not concern the response."""
     refused: bool = False
