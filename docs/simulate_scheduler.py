@@ -22,7 +22,7 @@ GROUP, PROMPTS, SEEDS = 8, 16, 5
 SHORT = {"sum": (0.1, 12.0), "product": (0.3, 14.0), "largest": (0.1, 80.0), "kind": (0.12, 80.0)}
 """Level at the start, and number of groups as in ``TAUS``; two tasks are soon solved."""
 SHORT_STEPS, SHORT_PROMPTS, SHORT_HELD_OUT, SHORT_SEEDS = 40, 12, 64, 40
-PRIORS = (100, 40, 10)
+PRIORS = (20, 100, 5)
 """``prior_prompts``; the default first."""
 FORM = 0.1
 """Reward for the form of a response, of a task that is never solved."""

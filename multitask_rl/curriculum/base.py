@@ -28,7 +28,7 @@ class SchedulerPolicyConfig(Settings):
     """Gain of the moving averages per step."""
     prompts_averaged: Count = 1
     """Fewest prompts that a task's averages span: a step with few prompts gets a smaller gain."""
-    prior_prompts: Natural = 100
+    prior_prompts: Natural = 20
     """Evidence of the initial weights, in prompts: after this many prompts of a task, its share has moved at
     most half of the way from its initial weight to the policy's preference."""
     gradients_every: Natural = 0

@@ -230,7 +230,7 @@ def _grammar(rng: random.Random, most: int) -> tuple[dict[str, Any], list[list[i
 
 def _policy(rng: random.Random, name: str) -> dict[str, float]:
     options: dict[str, list[float]] = {
-        "prior_prompts": [100, 3, 0],
+        "prior_prompts": [100, 20, 0],
         "smoothing": [0.1, 0.5],
         "prompts_averaged": [1, 5],
         "sharpness": [1.0],

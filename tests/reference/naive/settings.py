@@ -54,7 +54,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Configuration of every algorithm, as its page says."""
 
-_AVERAGES = {"smoothing": 0.1, "prompts_averaged": 1, "prior_prompts": 100}
+_AVERAGES = {"smoothing": 0.1, "prompts_averaged": 1, "prior_prompts": 20}
 
 POLICIES: dict[str, dict[str, float]] = {
     "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 8.0},

@@ -18,7 +18,7 @@ ADAPTIVE = ("patience", "deficit_learnability", "straggler", "mt_grpo", "learnab
 BY_LEVEL = tuple(policy for policy in ADAPTIVE if policy != "patience")
 """``patience`` counts steps since a rise, which chance spreads between equal tasks."""
 GROUP = 8
-PRIOR_PROMPTS = 100
+PRIOR_PROMPTS = 20
 """The default of ``prior_prompts``."""
 
 
