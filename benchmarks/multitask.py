@@ -16,7 +16,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # more threads slow models of this size
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from claims.base import Claim, Options, dump_numbers, load_numbers, run_claim
+from claims.base import Claim, Options, differences_of_files, dump_numbers, load_numbers, run_claim
 
 CLAIMS = {
     "scheduler": "claims.scheduler",
@@ -44,7 +44,11 @@ def main() -> None:
     args = _parse()
     claim: Claim = importlib.import_module(CLAIMS[args.claim]).CLAIM
     if args.render:
-        print(claim.render(load_numbers(args.render.read_text(encoding="utf-8"))["arms"]))
+        shown = load_numbers(args.render.read_text(encoding="utf-8"))
+        if args.against:
+            print(differences_of_files(shown, load_numbers(args.against.read_text(encoding="utf-8"))))
+        else:
+            print(claim.render(shown["arms"]))
         return
     options = Options(
         seeds=range(args.first_seed, args.first_seed + args.seeds),
@@ -80,6 +84,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=Path("runs/claims"), help="models, data, results")
     parser.add_argument("--json", type=Path, help="result file; the table goes beside it as .md")
     parser.add_argument("--render", type=Path, help="only print the table of this result file")
+    parser.add_argument(
+        "--against", type=Path, help="print the differences of --render's file to this one instead"
+    )
     return parser.parse_args()
 
 

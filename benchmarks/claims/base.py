@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -133,6 +133,28 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
 def difference(arms: Arms, base: str, other: str, metric: str) -> Difference:
     """Return ``other - base`` of a metric, paired by seed."""
     return compare_means(arms[base][metric], arms[other][metric], paired=True)
+
+
+def differences_of_files(now: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+    """Return the differences of every arm of ``now`` to every arm of ``before``, paired by common seeds.
+
+    Both are documents of ``run_claim``.
+    """
+    seeds = [seed for seed in now["seeds"] if seed in before["seeds"]]
+    places = [[document["seeds"].index(seed) for seed in seeds] for document in (before, now)]
+    rows = []
+    for old, new in product(before["arms"], now["arms"]):
+        cells = []
+        for metric in ("worst", "mean", "auc_worst", "auc_mean"):
+            values = [before["arms"][old].get(metric), now["arms"][new].get(metric)]
+            if None in values:
+                cells.append("-")
+                continue
+            of_seeds = [[own[i] for i in found] for own, found in zip(values, places, strict=True)]
+            d = compare_means(*of_seeds, paired=True)
+            cells.append(f"{d.delta:+.3f} [{d.low:+.3f}, {d.high:+.3f}]")
+        rows.append([f"{old} of the other file -> {new}", *cells])
+    return table([f"{len(seeds)} seeds", "worst", "mean", "auc_worst", "auc_mean"], rows)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -40,7 +40,7 @@ class DeficitLearnability(SchedulerPolicy):
         prompts_averaged: Count = 100
         """Fewest prompts that a task's averages span. At 100 the standard error of a level is about 0.03, so
         a task with few prompts does not look worst by chance."""
-        sharpness: Positive = 8.0
+        sharpness: Positive = 4.0
         """Exponent of the score: 1 = shares in proportion to the score; larger favours the highest score."""
         min_informative: PositiveFraction = 0.02
         """Lower bound of the share of informative groups, so that a hard task keeps a weight."""

@@ -19,6 +19,7 @@ from claims import constraints, suite  # noqa: E402
 from claims.base import (  # noqa: E402
     Claim,
     Options,
+    differences_of_files,
     dump_numbers,
     load_numbers,
     run_claim,
@@ -45,6 +46,15 @@ def test_an_interrupted_claim_goes_on_where_it_was(tmp_path: Path) -> None:
     assert result["arms"]["a"]["level"] == [0.0, 0.1, 0.2]
     assert result["arms"]["b"]["level"] == [0.5, 0.6, 0.7]
     assert claim_example.CLAIM.render(result["arms"]) == "+0.50"
+
+
+def test_two_files_are_compared_by_the_seeds_that_both_have() -> None:
+    before = {"seeds": [0, 1, 2, 3], "arms": {"old": {"worst": [9.0, 0.1, 0.2, 0.3], "mean": [0.0] * 4}}}
+    now = {"seeds": [3, 2, 1], "arms": {"new": {"worst": [0.5, 0.3, 0.2], "auc_mean": [1.0] * 3}}}
+    header, _, row = differences_of_files(now, before).splitlines()
+    assert header.startswith("| 3 seeds | worst |")
+    # differences 0.1, 0.1, 0.2: mean 0.1333, standard error 0.0333, t quantile 4.303
+    assert row == "| old of the other file -> new | +0.133 [-0.010, +0.277] | - | - | - |"
 
 
 def test_a_run_that_fails_ends_the_claim_and_what_was_under_way_is_kept(
