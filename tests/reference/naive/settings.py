@@ -57,7 +57,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 _AVERAGES = {"smoothing": 0.1, "prompts_averaged": 1, "prior_prompts": 20}
 
 POLICIES: dict[str, dict[str, float]] = {
-    "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 8.0},
+    "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 4.0},
     "straggler": _AVERAGES | {"exponent": 1.5},
     "mt_grpo": _AVERAGES | {"smoothing": 0.2, "rate": 1.0, "level_weight": 0.5},
     "static": _AVERAGES,
