@@ -194,10 +194,6 @@ class Trackers:
                 _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
         return found
 
-    def _any_has(self, method: str) -> bool:
-        default = getattr(Tracker, method)
-        return any(getattr(type(t), method, default) is not default for t in self._trackers.values())
-
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """See ``Tracker``."""
         self._each(lambda tracker: tracker.start(parameters, resume_step))
@@ -225,7 +221,7 @@ class Trackers:
     @property
     def record_rollouts(self) -> bool:
         """Whether a tracker does something with rollouts."""
-        return self._any_has("log_rollouts")
+        return any(self._each(lambda t: type(t).log_rollouts is not Tracker.log_rollouts).values())
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """See ``Tracker``."""
@@ -244,7 +240,7 @@ class Trackers:
     @property
     def take_pages(self) -> bool:
         """Whether a tracker does something with the page of the run."""
-        return self._any_has("log_page")
+        return any(self._each(lambda t: type(t).log_page is not Tracker.log_page).values())
 
     def log_page(self, page: str) -> None:
         """See ``Tracker``."""
