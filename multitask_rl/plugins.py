@@ -136,6 +136,8 @@ def locate(reference: str, group: str, where: str = "") -> Located:
     prefix = f"{where}: " if where else ""
     place, separator, name = reference.rpartition(":")
     if not separator and reference.endswith(".py"):
+        with path_errors(f"{prefix}the plugin file", reference, PLUGIN_FORMS, PluginError):
+            Path(reference).expanduser().stat()
         raise PluginError(f"{prefix}{reference!r} is a file; name an object in it: '{reference}:NAME'")
     if not separator:
         return _load_entry_point(group, reference)

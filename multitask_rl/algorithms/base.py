@@ -140,7 +140,7 @@ class LossOutput:
     """[N] each, detached; averaged over tokens for the log (``clip_fraction``, ``approx_kl``, ...)."""
 
 
-def check_tokens(found: object, kind: type[Credit | LossOutput], number: int, place: str) -> None:
+def check_result(found: object, kind: type[Credit | LossOutput], number: int, place: str) -> None:
     """Check that an algorithm returned a ``kind`` whose tensors are [number]: a value per token.
 
     Raises:

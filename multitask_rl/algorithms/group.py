@@ -30,7 +30,7 @@ def _index(values: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 def centre(
     values: Tensor, groups: Tensor, *, lengths: Tensor | None = None, leave_one_out: bool = False
 ) -> Tensor:
-    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783); 0 in a group without variance.
+    """Return ``r - mean of its group`` [B] (Dr.GRPO, arXiv:2503.20783); 0 where it is rounding.
 
     ``leave_one_out``: ``r - mean of the others in its group = G / (G - 1) (r - mean)`` (RLOO,
     arXiv:2402.14740). That baseline is independent of the sample, so it adds no bias.
@@ -47,12 +47,15 @@ def centre(
     zeros = wide.new_zeros(len(sizes))
     lowest = zeros.scatter_reduce(0, index, wide, "amin", include_self=False)
     highest = zeros.scatter_reduce(0, index, wide, "amax", include_self=False)
-    is_equal = highest - lowest <= ROUNDING * torch.maximum(highest, -lowest)
+    largest = torch.maximum(highest, -lowest)
+    is_equal = highest - lowest <= ROUNDING * largest
     wide = torch.where(is_equal[index], 0.0, wide - lowest[index])
     weight = torch.ones_like(wide) if lengths is None else lengths.double()
     total = segment_sum(weight, index, len(sizes))
     baseline = segment_sum(weight * wide, index, len(sizes)) / total.clamp(min=1.0)
-    deviation = torch.where(total[index] > 0, wide - baseline[index], 0.0)
+    deviation = wide - baseline[index]
+    is_zero = (deviation.abs() <= ROUNDING * largest[index]) | (total[index] <= 0)
+    deviation = torch.where(is_zero, 0.0, deviation)
     if leave_one_out:
         size = sizes[index].double()
         deviation = deviation * size / (size - 1.0).clamp(min=1.0)

@@ -40,6 +40,12 @@ def foretell(config: RunConfig) -> bool:
     has_memory = peak <= room
     verdict = "enough" if has_memory else f"TOO LITTLE; {estimate.smaller(config, memory)}"
     print(f"        {estimate.in_units(room)} are free on {device}: {verdict}")
+    if host := estimate.estimate_host_memory(plan, shape, work):
+        needed, left = sum(host.values()), estimate.free_memory("cpu")
+        fits = needed <= left
+        has_memory = has_memory and fits
+        print(f"host:   {estimate.in_units(needed)} beside Python and its libraries ({estimate.sizes(host)})")
+        print(f"        {estimate.in_units(left)} are free: {'enough' if fits else 'TOO LITTLE'}")
     disk = estimate.estimate_disk(
         plan, shape.parameters, shape.trainable, work.prompt_tokens + work.new_tokens
     )

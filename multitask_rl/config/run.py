@@ -102,7 +102,8 @@ class CriticConfig(Settings):
     """The value function of tasks whose algorithm needs one."""
 
     trunk: Annotated[str, OneOf("actor", "separate")] = "actor"
-    """``actor``: heads on the actor's last hidden state; ``separate``: a model of its own."""
+    """``actor``: heads on the actor's last hidden state; ``separate``: a model of its own, all of whose
+    weights are trained, also beside an actor with adapters."""
     name_or_path: str = ""
     """``separate``: directory or Hugging Face id of the critic's model, which must have the actor's
     tokenizer; empty = a copy of the actor."""

@@ -134,7 +134,7 @@ class RayEngine(RolloutEngine):
             return build_engine(engine, copy, config, seed=seed, output_dir=own), copy
 
         beat_s = min(_BEAT_S, ray.engine_timeout_s / 4)
-        self.can_watch = engine.can_watch
+        self.can_watch, self.can_constrain = engine.can_watch, engine.can_constrain
         self._limit_s, self._room_within_s = ray.engine_timeout_s, ray.room_timeout_s
         self._homes = Homes()
         self._ready: set[int] = set()

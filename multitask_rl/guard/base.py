@@ -89,7 +89,10 @@ class Guard:
         return 1.0
 
     def weight_factors(self) -> dict[str, float]:
-        """Return the current factors on the scheduler's shares; missing = 1, 0 = no prompts of the task."""
+        """Return the current factors on the scheduler's shares; missing = 1, 0 = no prompts of the task.
+
+        A name that is no task is told by an event, once.
+        """
         return {}
 
     def metrics(self) -> dict[str, float]:

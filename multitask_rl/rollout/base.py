@@ -172,8 +172,9 @@ class WrappedEngine(RolloutEngine):
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self.shares_weights, self.can_watch = engine.shares_weights, engine.can_watch
-        self.can_admit, self.policy_version = engine.can_admit, engine.policy_version
+        self.shares_weights, self.policy_version = engine.shares_weights, engine.policy_version
+        self.can_watch, self.can_admit = engine.can_watch, engine.can_admit
+        self.can_constrain = engine.can_constrain
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """See ``RolloutEngine``."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from multitask_rl.boundary.printable import first_line
+from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.curriculum.quotas import normalise, raise_to_floors
 from multitask_rl.data.render import render_answer, render_prompt
@@ -195,6 +196,23 @@ def estimate_memory(
     parts = {name: float(size) for name, size in parts.items() if size}
     peak = sum(parts.values()) + max(sampling, learning)
     return {**parts, "sampling": sampling, "learning": learning, "peak": peak}
+
+
+def estimate_host_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> dict[str, float]:
+    """Return bytes by part in the host memory of a run on GPUs, of all its ranks; empty for one on a CPU."""
+    if _is_on_host(plan):
+        return {}
+    config = plan.config
+    begins_here = actor_devices(config).begins_on_host and plan.num_parts > 1
+    parts = {
+        "weights until they are divided": shape.parameters
+        * _width(plan)
+        * (1 + has_reference(plan))
+        * begins_here,
+        "optimizer": 12 * shape.trainable * (config.optimizer.moments == "host"),
+        "samples of a step": work.samples * sample_bytes(work.new_tokens),
+    }
+    return {name: float(size) for name, size in parts.items() if size}
 
 
 def _vllm_bytes(plan: RunPlan, weights: float, device_bytes: float) -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from multitask_rl.boundary.interrupts import finishing, interruptible
 from multitask_rl.config.run import RunConfig
+from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop
@@ -57,6 +58,8 @@ class Supervisor:
     """Score and verdict of the last evaluated weights."""
     _has_other_weights: bool = field(init=False, default=False)
     """The actor holds a checkpoint's weights, during a confirmation."""
+    _unknown: set[str] = field(init=False, default_factory=set)
+    """Names in the guard's ``weight_factors`` that were told to be no tasks."""
 
     def note(self, events: Sequence[Event]) -> None:
         """Record events in ``progress.events`` and with every tracker."""
@@ -234,6 +237,7 @@ class Supervisor:
             raise GuardStop(f"the guard stopped the run at step {step}: {decision.reason}; {where}")
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
         factors = checked_numbers(guard, "weight_factors", guard.weight_factors())
+        self._tell_unknown(guard, factors)
         trained = {name for name, task in self.tasks.items() if task.stream is not None}
         self.scheduler.set_factors({n: f for n, f in factors.items() if n in trained})
         if is_back:
@@ -244,6 +248,14 @@ class Supervisor:
                 actor = checkpoints.path(best) / "actor"
                 self.trackers.log_checkpoint(actor, best, is_best=True, judged_good=False)
         return not is_back
+
+    def _tell_unknown(self, guard: Guard, factors: Mapping[str, float]) -> None:
+        for name in factors:
+            if name not in self.tasks and name not in self._unknown:
+                self._unknown.add(name)
+                problem = unknown_name("task", name, self.tasks)
+                reason = f"{type(guard).__name__}.weight_factors: {problem}; its factor has no effect"
+                self.note([Event(step=self.progress.step, source="guard", kind="warn", reason=reason)])
 
     def _deciding(self, evaluations: Mapping[str, TaskEvaluation]) -> dict[str, TaskEvaluation]:
         """Return the evaluations that guard, scheduler and best checkpoint read: none of a split ``test``."""

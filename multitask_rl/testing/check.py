@@ -102,7 +102,7 @@ def check_plugin(
 
     if kind is None and ":" not in name_or_ref:
         if name_or_ref.endswith(".py"):
-            raise PluginError(f"{name_or_ref!r} is a file; name an object in it: '{name_or_ref}:NAME'")
+            locate(name_or_ref, ENVIRONMENTS)  # a file, with the object not named
         groups = {info.group for info in list_plugins() if info.name == name_or_ref}
         kind = next((kind for kind, one in KINDS.items() if one.group in groups), None)
         if kind is None:
@@ -118,6 +118,10 @@ def check_plugin(
             try:
                 find_plugin("reward", name_or_ref, "check")
             except PluginError as error:
+                try:
+                    locate(name_or_ref, ENVIRONMENTS)
+                except PluginError:
+                    raise error from None  # there is no object that could be of another kind
                 others = ", ".join(KINDS)
                 raise PluginError(
                     f"{str(error).rstrip('.')}. If it is no reward, name its kind: --kind {others}"

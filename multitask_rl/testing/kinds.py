@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.algorithms.base import Algorithm, Credit, CreditBatch, LossOutput, TokenBatch, check_tokens
+from multitask_rl.algorithms.base import Algorithm, Credit, CreditBatch, LossOutput, TokenBatch, check_result
 from multitask_rl.config.run import GuardConfig, TrackingConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
@@ -220,7 +220,7 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
                 values=values,
             )
         )
-        check_tokens(credit, Credit, number, "credit()")
+        check_result(credit, Credit, number, "credit()")
         logprobs = (old + 0.01).requires_grad_()
         result = algorithm.loss(
             TokenBatch(
@@ -236,7 +236,7 @@ def check_algorithm(plugin: str, config: Mapping[str, Any] | None = None) -> lis
                 returns=credit.returns,
             )
         )
-        check_tokens(result, LossOutput, number, "loss()")
+        check_result(result, LossOutput, number, "loss()")
         loss = result.loss
         assert not credit.advantages.requires_grad, "advantages carry a gradient"
         assert bool(credit.advantages.isfinite().all()), "advantages are NaN or infinite"

@@ -176,21 +176,23 @@ class Trackers:
     @property
     def run_id(self) -> str | None:
         """Identities of the trackers, with those left out since, as JSON: name -> id."""
-        for name, tracker in self._trackers.items():
-            if tracker.run_id:
-                self._identities[name] = tracker.run_id
+        found = self._each(lambda tracker: json.loads(json.dumps(tracker.run_id)))
+        self._identities |= {name: identity for name, identity in found.items() if identity}
         return json.dumps(self._identities, sort_keys=True) if self._identities else None
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Tracker], Any]) -> dict[str, Any]:
+        """Return what ``call`` returned of each tracker, by name, without those that failed."""
+        found = {}
         for name, tracker in list(self._trackers.items()):
             try:
-                call(tracker)
+                found[name] = call(tracker)
             except CheckpointError:
                 raise  # the run's own records
             except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
                 self.failures[name] = repr(error)
-                del self._trackers[name]
+                self._trackers.pop(name, None)  # a signal may have come in between
                 _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
+        return found
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """See ``Tracker``."""
@@ -210,7 +212,7 @@ class Trackers:
 
     def log_stopping(self, text: str) -> bool:
         """See ``Tracker``."""
-        return any(tracker.log_stopping(text) for tracker in self._trackers.values())
+        return any(self._each(lambda tracker: tracker.log_stopping(text)).values())
 
     def log_event(self, event: Event) -> None:
         """See ``Tracker``."""
@@ -219,7 +221,7 @@ class Trackers:
     @property
     def record_rollouts(self) -> bool:
         """Whether a tracker does something with rollouts."""
-        return any(type(t).log_rollouts is not Tracker.log_rollouts for t in self._trackers.values())
+        return any(self._each(lambda t: type(t).log_rollouts is not Tracker.log_rollouts).values())
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """See ``Tracker``."""
@@ -238,7 +240,7 @@ class Trackers:
     @property
     def take_pages(self) -> bool:
         """Whether a tracker does something with the page of the run."""
-        return any(type(t).log_page is not Tracker.log_page for t in self._trackers.values())
+        return any(self._each(lambda t: type(t).log_page is not Tracker.log_page).values())
 
     def log_page(self, page: str) -> None:
         """See ``Tracker``."""

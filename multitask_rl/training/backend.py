@@ -258,7 +258,7 @@ class TrainingBackend:
         raise NotImplementedError
 
     def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
-        """Make one optimizer step with ``factor`` times the learning rates.
+        """Make one optimizer step with ``factor`` times the learning rates; none where the gradient is zero.
 
         ``active`` are the samples of the minibatch with a gradient; factors include shares and denominators.
         With ``compared``, the names of their tasks, the passes are made task by task, and the result has the

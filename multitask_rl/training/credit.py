@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multitask_rl.algorithms.base import Credit, CreditBatch, check_tokens
+from multitask_rl.algorithms.base import Credit, CreditBatch, check_result
 from multitask_rl.errors import PluginError
 from multitask_rl.records import TrainSample, concerned_cost, is_sum_of_terms
 from multitask_rl.training.backend import CreditedSample, LearnerTask, TrainingBackend
@@ -110,7 +110,7 @@ class CreditAssigner:
         except Exception as error:
             error.add_note(f"in {place}")
             raise
-        check_tokens(credit, Credit, number, place)
+        check_result(credit, Credit, number, place)
 
         def by_part(tokens: Tensor) -> list[Tensor]:
             return [own.clone() for own in torch.split(tokens, [len(part.response_ids) for part in parts])]

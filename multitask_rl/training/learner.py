@@ -91,7 +91,7 @@ class Learner:
                 means.merge(result.means)
                 if result.norms is not None:
                     self.bad_updates = 0
-                    num_applied += bool(active)
+                    num_applied += any(result.norms.values())
                     compared = compare_gradients(result.sketches) if compared is None else compared
                     norms.append({"loss": result.loss, **result.norms})
                     continue

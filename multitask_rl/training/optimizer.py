@@ -63,7 +63,8 @@ class ActorCriticOptimizer:
     """One AdamW with a parameter group for the actor and one for the critic.
 
     Parameters without a gradient in a step neither decay nor move by momentum (a value head whose task had no
-    sample). Weights below float32 move through float32 masters, with ``optimizer.moments=host`` all weights.
+    sample); nor does a group whose whole gradient is zero. Weights below float32 move through float32
+    masters, with ``optimizer.moments=host`` all weights.
 
     ``scales_loss``: a model computes in float16, where small gradients vanish and large ones overflow.
     """
@@ -139,6 +140,9 @@ class ActorCriticOptimizer:
             self._rescale(SHRINKAGE)
             return None
         self._rescale(GROWTH)
+        for group, norm in zip(self.parameters, norms, strict=True):
+            for parameter in group if norm == 0.0 else ():
+                parameter.grad = None  # momentum and decay alone move nothing
         moved = [self._masters.take_gradients(group) for group in self.parameters]
         for params, norm in zip(moved, norms, strict=True):
             if norm is not None and self._max_grad_norm > 0:

@@ -44,6 +44,16 @@ _PERCENT = re.compile(r"%|\bper ?cent", re.IGNORECASE)
 _PERCENT_SIGN = re.compile(r"(?<=[\d)}.])\s?(?:\\?%|per ?cent\b)", re.IGNORECASE)
 _POWER_OF_TEN = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][+-]?\d{1,2}(?!\w)")
 _MIXED = re.compile(r"(?<![\w./^_])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\w/])")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALED = re.compile(
+    r"(?<![\w.,/\\])(?P<number>\d[\d,]{0,30}(?:\.\d{1,30}|/[1-9]\d{0,30})?)(?:[\s~]|\\[ ,;:!])*"
+    r"(?P<opened>\\(?:text|textbf|mathrm|mbox)\{\s*)?"
+    rf"(?P<word>{'|'.join(_SCALES)})s?\b(?(opened)(?P<closed>\s*\}})?)",
+    re.IGNORECASE,
+)
+_THOUSANDS = re.compile(r"(?<![\d.,])(?<!\d )\d{1,3}(?: \d{3})+(?! ?\d)")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)[ \t]+(?=\d)")
+_NO_LETTERS = re.compile(r"[^A-Za-z\\/^_]*")
 _BARE_POINT = re.compile(r"(?<![\w.])\.(?=\d)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:[ ,]\d{3})+(?:\.\d+)?")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
@@ -76,8 +86,9 @@ class MathAnswer:
     The final answer is the last ``\boxed{...}``, else the last ``<answer>...</answer>``, else the sentence
     after the last "####" or "answer is", else (``answer: any``) the last expression. LaTeX, fractions,
     intervals, sets, units and percentages are compared by value. "5%" is 5 only where the reference or the
-    question speaks of percent; elsewhere it is 0.05. An empty response, or one without an answer, scores 0. A
-    repetition of the question is no answer: its last number is the right one in 2 % of the rows of common
+    question speaks of percent; elsewhere it is 0.05. "2 million" is 2000000 and, where the question speaks of
+    millions, 2, too. "7 2" is no number; "12 345" is. An empty response, or one without an answer, scores 0.
+    A repetition of the question is no answer: its last number is the right one in 2 % of the rows of common
     data sets.
 
     A computation is no answer unless the reference is one: "12 * 34" is right without being worked out, and a
@@ -139,7 +150,11 @@ class MathAnswer:
             return Score(value=0.0)
         if _are_guesses(answer) and not _are_guesses(reference):
             return Score(value=0.0)
-        answer = _write_out(_WRAPPED.sub(r"\1", _plain(answer)))
+        answer = _WRAPPED.sub(r"\1", _plain(answer))
+        in_words = _drop_words(answer, question_of(rollout))
+        answer = _write_out(answer)
+        if _is_spaced(answer) and not _is_spaced(reference):
+            return Score(value=0.0)
         unit = _WITH_UNIT.fullmatch((last_boxed(answer) or "").strip())
         if unit and _is_number(gold[0]) and not _NO_UNIT.match(unit[2] or unit[3]):
             # as text: in a formula math-verify takes letters of unknown words for variables
@@ -158,7 +173,7 @@ class MathAnswer:
         try:
             is_right = any(
                 _bare(text) == _bare(reference) or _equal(own, text, is_percent=is_percent)
-                for text in dict.fromkeys(readings)
+                for text in dict.fromkeys([*readings, *in_words])
                 for own in golds
             )
             return Score(value=float(is_right), answer=_canonical(readings[-1]))
@@ -199,9 +214,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    """Return ``text`` without box, dollar signs, spaces and final full stop, to compare without algebra."""
+    """Return ``text`` without box, dollar signs, final full stop and spaces but those between digits."""
     inner = last_boxed(text)
-    return re.sub(r"[\s$]", "", text if inner is None else inner).rstrip(".").removeprefix("+")
+    parts = _BETWEEN_DIGITS.split(text if inner is None else inner)
+    return " ".join(re.sub(r"[\s$]", "", part) for part in parts).rstrip(".").removeprefix("+")
 
 
 def _plain(answer: str) -> str:
@@ -240,11 +256,38 @@ def _are_guesses(text: str) -> bool:
     return all(map(_NUMBER.fullmatch, numbers)) and len({float(number) for number in numbers}) > 1
 
 
+def _is_spaced(text: str) -> bool:
+    """Whether ``text`` has but a space between two numbers; math-verify would add or multiply them."""
+    inner = last_boxed(text)
+    text = text if inner is None else inner
+    return bool(_NO_LETTERS.fullmatch(text) and _BETWEEN_DIGITS.search(text))
+
+
 def _write_out(text: str) -> str:
-    """Return ``text`` with 1e5 as 100000, -.5 as -0.5 and 1 1/2 as 3/2, which math-verify would misread."""
+    """Return ``text`` with numbers that math-verify would misread written out.
+
+    1e5 is 100000, -.5 is -0.5, 1 1/2 is 3/2, 12 345 is 12345, and 2 million is 2000000.
+    """
     text = _BARE_POINT.sub("0.", text)
+    text = _THOUSANDS.sub(lambda match: match[0].replace(" ", ""), text)
     text = _MIXED.sub(lambda m: f"{int(m[1]) * int(m[3]) + int(m[2])}/{int(m[3])}", text)
+    for _ in range(2):  # 3 hundred thousand
+        text = _SCALED.sub(_scaled, text)
     return _POWER_OF_TEN.sub(lambda match: format(Decimal(match[0]), "f"), text)
+
+
+def _scaled(match: re.Match[str]) -> str:
+    number = Fraction(match["number"].replace(",", "")) * 10 ** _SCALES[match["word"].lower()]
+    return f"{number}{'' if match['closed'] else match['opened'] or ''}"
+
+
+def _drop_words(answer: str, question: str) -> list[str]:
+    """Return ``answer`` without the number word behind its number, if ``question`` has it, too."""
+    found = _SCALED.search(answer)
+    if not found or found["word"].lower() not in question.lower():
+        return []
+    opened = "" if found["closed"] else found["opened"] or ""
+    return [f"{answer[: found.end('number')]}{opened}{answer[found.end() :]}"]
 
 
 @lru_cache(maxsize=4096)

@@ -250,6 +250,15 @@ def test_an_action_may_be_given_by_its_name(space):
         trainer.train()
 
 
+def test_a_factor_of_a_task_that_does_not_exist_is_told_once(space):
+    with answering(space, factors={"cpoy": 0.5, "copy": 0.5}) as trainer:
+        trainer.train()
+        told = [(e.kind, e.reason) for e in trainer.events if e.source == "guard"]
+    ((kind, reason),) = told
+    assert kind == "warn"
+    assert "Answers.weight_factors: unknown task 'cpoy'; did you mean 'copy'?" in reason
+
+
 @pytest.mark.parametrize(
     ("answer", "told"),
     [

@@ -91,6 +91,7 @@ def test_replicas_sample_what_the_local_engine_samples(cluster: None, actor: Act
     remote = RayEngine(_MayWait, actor, config, seed=0, output_dir=tmp_path, ray=RayConfig(num_engines=2))
     try:
         assert remote.can_watch
+        assert remote.can_constrain
         assert_engine_contract(remote, actor.model, actor.tokenizer)
         first = local.generate(REQUESTS)
         assert _ids(remote.generate(REQUESTS)) == _ids(first)

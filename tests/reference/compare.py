@@ -145,8 +145,9 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
         except AssertionError as error:
             yield f"step {number}: {error}"
             return
-        # a minibatch of advantages that are 0 but for rounding is a step on one side only
+        # what is 0 but for rounding, an advantage or a KL term's gradient, is a step on one side only
         is_tiny = any(_is_rounding(c, tolerance.tiny) for c in found.credited)
+        is_tiny |= any(_norm(gradients.values()) < tolerance.tiny for gradients, _ in found.updates)
         is_cut = is_tiny and len(found.updates) != len(result.updates)
         if result.margin < tolerance.too_close or is_cut:
             count.too_close += 1

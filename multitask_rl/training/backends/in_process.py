@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from multitask_rl.algorithms.base import LossOutput, TokenBatch, check_tokens
+from multitask_rl.algorithms.base import LossOutput, TokenBatch, check_result
 from multitask_rl.config.run import RunConfig
 from multitask_rl.records import TrainSample
 from multitask_rl.training.backend import (
@@ -188,7 +188,7 @@ class InProcess(TrainingBackend):
             )
             result = algorithm.loss(token_batch)
             place = f"task {name!r}: loss() of {task.spec.type}"
-            check_tokens(result, LossOutput, len(token_batch.logprobs), place)
+            check_result(result, LossOutput, len(token_batch.logprobs), place)
             metrics = {**result.metrics, "loss": result.loss.detach(), "entropy": entropy.detach()}
             if token_batch.rollout_logprobs is not None:
                 with torch.no_grad():

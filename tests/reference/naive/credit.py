@@ -57,8 +57,9 @@ def centred(task: Task, values: Values, groups: Sequence[object], lengths: Seque
             else:
                 baseline = total / len(own)
             result[i] = values[i] - baseline
-        if max(values[i] for i in own) == min(values[i] for i in own):
-            for i in own:
+        largest = max(abs(values[i]) for i in own)
+        for i in own:
+            if abs(result[i]) <= 1e-7 * largest or max(values[j] for j in own) == min(values[j] for j in own):
                 result[i] = 0.0
     return result
 

@@ -435,12 +435,13 @@ class Run:
                 ]
                 active = [(s, w) for s, w in active if s.is_active]
                 if active:
-                    updates.append(self.one_update(active, factor, teacher, sums))
+                    updates += self.one_update(active, factor, teacher, sums)
         return updates
 
     def one_update(
         self, active: Sequence[tuple[Sample, float]], factor: float, teacher: Teacher, sums: TokenSums
-    ) -> Update:
+    ) -> list[Update]:
+        """Make an update, if a gradient is not zero: momentum alone moves nothing."""
         settings = self.settings
         leaves = {n: w.detach().clone() for n, w in self.rounded(self.weights).items()}
         for name, leaf in leaves.items():
@@ -464,7 +465,10 @@ class Run:
         gradients: dict[str, Tensor] = {}
         for is_critic in (False, True):
             own = {n: g for n, g in found.items() if n.startswith("critic.") == is_critic}
-            gradients |= clipped(settings, own)[0]
+            if any(bool(g.any()) for g in own.values()):
+                gradients |= clipped(settings, own)[0]
+        if not gradients:
+            return []
         rate = settings.learning_rate * factor
         critic_rate = (settings.critic_learning_rate or 10.0 * settings.learning_rate) * factor
         applied = teacher.gradients(gradients)
@@ -473,7 +477,7 @@ class Run:
         moved = self.optimizer.step(self.weights, own_actor, rate)
         moved = self.optimizer.step(moved, own_critic, critic_rate)
         self.weights = teacher.weights(moved)
-        return Update(gradients=gradients, weights=moved, loss=float(loss.detach()))
+        return [Update(gradients=gradients, weights=moved, loss=float(loss.detach()))]
 
     # ------------------------------------------------------------------ evaluation
 

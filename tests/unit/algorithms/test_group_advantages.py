@@ -148,6 +148,16 @@ def test_rewards_that_differ_by_rounding_alone_have_no_advantage_and_no_part_in_
     assert group.centre(torch.tensor([math.nan, 1.0]), groups[:2]).isnan().all()
 
 
+@pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3), (0.1, 0.4, 0.7), (10.1, 10.2, 10.3)])
+def test_a_reward_that_is_its_groups_mean_but_for_rounding_has_no_advantage(rewards):
+    values, groups = torch.tensor(rewards), torch.tensor([0, 0, 0])
+
+    for options in ({}, {"leave_one_out": True}, {"lengths": torch.tensor([4, 2, 4])}):
+        low, middle, high = group.centre(values, groups, **options).tolist()
+        assert low < 0.0 < high
+        assert middle == 0.0
+
+
 def test_length_weighted_baseline_of_empty_responses_is_zero():
     zeros = torch.zeros(2, dtype=torch.int64)
     assert group.centre(torch.tensor([1.0, 0.0]), zeros, lengths=zeros).tolist() == [0.0, 0.0]

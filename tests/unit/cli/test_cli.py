@@ -658,6 +658,7 @@ def test_a_mistake_is_one_paragraph_that_says_where(
     rows = '{"prompt": "a", "reference": "b"}\n{"prompt": "c", "reference": "d"}\n'
     (here / "two.jsonl").write_text(rows, encoding="utf-8")
     (here / "none.yaml").write_text("tasks: {}\n", encoding="utf-8")
+    (here / "rewards.py").touch()
     for name, reward in (("limits", "{plugin: exact_match, overrun: 5}"), ("model", "rm_hf")):
         text = f"tasks: {{a: {{dataset: two.jsonl, rewards: [{reward}]}}}}\n"
         (here / f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -688,6 +689,8 @@ def test_a_mistake_is_one_paragraph_that_says_where(
         ),
         (["tasks", "show", "tasks.yaml", "tasks.math.rewards=[folder.py:f]"], ["'folder.py' is a directory"]),
         (["plugins", "check", "gone.py:f"], ["gone.py' does not exist", "package.module:object"]),
+        (["plugins", "check", "gone.py"], ["'gone.py' does not exist", "package.module:object"]),
+        (["plugins", "check", "gone.py", "--kind", "guard"], ["'gone.py' does not exist"]),
         (
             ["plugins", "check", "exact_match", "--row", "gone.jsonl"],
             ["--row", "'gone.jsonl' does not exist"],
@@ -730,6 +733,7 @@ def test_a_path_that_cannot_be_used_is_one_paragraph_that_says_what_to_give(
     assert [part for part in parts if part not in told] == [], told
     assert "; give " in told
     assert "Errno" not in told
+    assert "--kind" not in told, "a plugin that is not there has no kind"
 
 
 def test_a_missing_tasks_file_is_all_that_its_command_asks_for(capsys: pytest.CaptureFixture[str]) -> None:

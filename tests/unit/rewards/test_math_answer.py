@@ -294,6 +294,54 @@ def test_a_word_that_changes_the_number_is_no_unit(form, word):
     assert value(rf"\boxed{{{form.format(word)}}}", "18") == 0.0
 
 
+@pytest.mark.parametrize("form", [r"\boxed{{{}}}", "#### {}", "The answer is {}.", "{}"])
+@pytest.mark.parametrize("other", ["72", "9", "14", "7", "2", "7.2"])
+def test_numbers_with_a_space_between_are_no_number(form, other):
+    assert value(form.format("7 2"), other) == 0.0
+    assert value(form.format("7 2.5"), "72.5") == 0.0
+    assert value(form.format("7  2"), other) == 0.0
+    assert value(form.format("(7 2, 3)"), f"({other}, 3)") == 0.0
+    assert value(form.format("12 345"), "12345") == 1.0, "but thousands may be grouped"
+    assert value(form.format("12,345"), "12 345") == 1.0
+    assert value(form.format("2 1/2"), "5/2") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2 million", "2000000"),
+        ("2.5 million", "2500000"),
+        (r"2\text{ million}", "2000000"),
+        (r"2~\text{million dollars}", "2000000"),
+        (r"\$2 million", "2000000"),
+        ("2 Billion people", "2000000000"),
+        ("1 1/2 thousand", "1500"),
+        ("3 hundred thousand", "300000"),
+        ("-1,200 thousand", "-1200000"),
+    ],
+)
+@pytest.mark.parametrize("form", [r"\boxed{{{}}}", "#### {}", "The answer is {}.", "{}"])
+def test_a_number_word_multiplies_the_number_before_it(form, text, number):
+    answer = form.format(text)
+    assert value(answer, number) == 1.0
+    shown = number.rstrip("0")
+    assert value(answer, shown) == 0.0
+
+
+@pytest.mark.parametrize("reference", ["2 million", r"2\text{ million}", "2,000 thousand"])
+def test_a_reference_may_have_a_number_word(reference):
+    assert value("2000000", reference) == value(r"\boxed{2 million}", reference) == 1.0
+    assert value("2", reference) == 0.0
+
+
+def test_where_the_question_speaks_of_millions_the_number_before_the_word_is_one_too():
+    question = "How many million people live there?"
+    for answer in (r"\boxed{2 million}", "The answer is 2 million.", "#### 2"):
+        assert value(answer, "2", prompt=question) == 1.0
+        assert value(answer, "3", prompt=question) == 0.0
+    assert value("The answer is 2 million.", "2000000", prompt=question) == 1.0
+
+
 @pytest.mark.parametrize(
     ("responses", "answer"),
     [

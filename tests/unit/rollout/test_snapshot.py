@@ -90,7 +90,7 @@ def test_an_overlapped_run_samples_from_a_copy_of_either_kind():
 class Able(FakeEngine):
     """An engine with abilities that it does not share with ``HFEngine``."""
 
-    shares_weights = can_admit = True
+    shares_weights = can_admit = can_constrain = True
 
     def __init__(self):
         super().__init__()
@@ -114,6 +114,8 @@ def test_an_engine_over_a_copy_keeps_its_abilities():
     own = build_engine(Able, build_actor(), RolloutConfig(), seed=0, output_dir=Path("unused"), copies=True)
     assert isinstance(own, SnapshotEngine)
     assert own.can_admit
+    assert own.can_constrain
+    assert not own.can_watch
     own.admit(REQUESTS)
     own.sleep()
     assert [event.reason for event in own.health_events(3)] == ["1 sleeps"]

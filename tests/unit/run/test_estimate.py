@@ -129,6 +129,26 @@ def test_a_teacher_is_counted_once_for_all_its_tasks(here, tmp_path):
     assert memory["teachers"] == memory["weights"] == 4 * shape.parameters
 
 
+def test_host_memory_of_a_run_on_gpus_is_counted(here):
+    config = run_config(here, "planned", 1, optimizer=OptimizerConfig(moments="host"))
+    plan = plan_run(config)
+    shape = estimate.read_shape(config.model)
+    work = estimate.step_workload(plan, build_tokenizer())
+
+    def needs(devices):
+        own = replace(config, device_map={"actor": devices})
+        given = {"actor": devices.partition("-")[0]}
+        return estimate.estimate_host_memory(replace(plan, config=own, devices=given), shape, work)
+
+    assert needs("cpu") == {}, "there is one memory, which the other estimate is of"
+    alone, sharded = needs("cuda:0"), needs("cuda:0-1 sharded")
+    assert alone["optimizer"] == 12 * shape.trainable
+    assert alone["samples of a step"] == work.samples * estimate.sample_bytes(work.new_tokens)
+    assert "weights until they are divided" not in alone
+    both = 2 * 2 * shape.parameters  # actor and reference, bfloat16
+    assert sharded["weights until they are divided"] == both
+
+
 @pytest.mark.parametrize(
     ("keys", "reserved", "asleep"),
     [({}, 0.4, 0), ({"gpu_memory_utilization": 0.2, "sleep_level": 1}, 0, 0.2)],

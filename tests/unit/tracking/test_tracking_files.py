@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ from multitask_rl.records import (
     Verdict,
 )
 from multitask_rl.testing import make_evaluation
-from multitask_rl.tracking.base import Trackers
+from multitask_rl.tracking.base import Tracker, Trackers
 from multitask_rl.tracking.console import ConsoleTracker, ProgressTracker
 from multitask_rl.tracking.jsonl import JsonlTracker, rollout_from_dict
 from multitask_rl.tracking.machine import read_machine
@@ -98,11 +99,11 @@ def test_a_task_without_samples_shows_no_rate_of_an_earlier_step(tmp_path: Path)
     stream = io.StringIO()
     tracker = ConsoleTracker(tmp_path, TrackingConfig(), None, stream=stream)
     tracker.start({"max_steps": 10})
-    tracker.log_metrics(METRICS | {"task/math/rewards_per_s": 401.0}, 9)
+    tracker.log_metrics(METRICS | {"task/math/rewards_per_s": 98765.0}, 9)
     tracker.log_metrics({n: v for n, v in METRICS.items() if not n.startswith("task/math/tokens")}, 10)
     tracker.finish("finished")
     tables = stream.getvalue().split("task  ")[1:]
-    assert ["401" in table for table in tables] == [True, False]
+    assert ["98,765" in table for table in tables] == [True, False]
     assert ["2,048" in table for table in tables] == [True, False]
 
 
@@ -263,6 +264,53 @@ def test_failing_tracker_is_reported_once_and_left_out(
     assert list(trackers.failures) == ["server"]
     assert len(caplog.records) == 1
     assert "step 2  reward 2.000" in capsys.readouterr().out
+
+
+class _Named(Tracker):
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+
+
+class _Lacking:
+    """A tracker that is no subclass of ``Tracker`` and has only the methods that it uses."""
+
+    run_id = None
+
+    def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None: ...
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+
+class _NoIdentity(Tracker):
+    @property
+    def run_id(self) -> str:  # type: ignore[override]
+        raise ConnectionError("no route")
+
+
+class _BadIdentity(Tracker):
+    run_id = object()  # type: ignore[assignment]
+
+
+class _Stopping(Tracker):
+    def log_stopping(self, text: str) -> bool:
+        raise ConnectionError("no route")
+
+
+@pytest.mark.parametrize("kind", [_NoIdentity, _BadIdentity, _Stopping, _Lacking])
+def test_whatever_fails_in_a_tracker_it_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, kind: type[Any]
+) -> None:
+    known = _Named("7")
+    trackers = Trackers(tmp_path, TrackingConfig(trackers=[]), None, {"own": kind(), "named": known})
+    trackers.start({})
+    assert trackers.run_id == '{"named": "7"}'
+    assert not trackers.log_stopping("stops")
+    assert trackers.record_rollouts in (True, False)
+    trackers.log_rollouts([], 1)
+    assert trackers.take_pages in (True, False)
+    trackers.log_page("<html>")
+    assert list(trackers.failures) == ["own"]
+    assert trackers.run_id == '{"named": "7"}'
 
 
 @pytest.mark.parametrize("what", ["a directory", "full"])

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from learner_benches import Bench, relative_difference
+from learner_benches import Bench, moments, parameters_of, relative_difference
 from model_builders import build_actor, sample_scored
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.config.run import CriticConfig, OptimizerConfig, RunConfig
@@ -127,6 +127,25 @@ def test_a_minibatch_without_a_gradient_is_no_update():
         s.reward = 1.0
     assert Bench(num_minibatches=len(scored)).update(scored, {"b": 1.0}).metrics["updates"] == half
     assert Bench().update(scored[:half], {"b": 1.0}).metrics["updates"] == 0
+
+
+def test_an_update_whose_gradient_is_zero_moves_nothing_though_others_gave_momentum():
+    bench = Bench()
+    bench.update(sampled("ab"))
+    before = {name: p.detach().clone() for name, p in parameters_of(bench).items()}
+    state = {name: value.clone() for name, value in moments(bench).items()}
+    result = bench.backend.step([(c, 0.0) for c in bench.credited], 1.0)
+    assert result.norms == {"grad_norm": 0.0, "critic_grad_norm": 0.0}
+    assert all(torch.equal(p, before[name]) for name, p in parameters_of(bench).items())
+    assert all(torch.equal(value, state[name]) for name, value in moments(bench).items())
+
+
+def test_a_minibatch_whose_advantages_are_rounding_is_no_update():
+    scored = sampled("b", groups=2)[:3]
+    assert len({s.rollout.group_id for s in scored}) == 1
+    for s, reward in zip(scored, (0.1, 0.2, 0.3), strict=True):
+        s.reward = reward
+    assert Bench(num_minibatches=3).update(scored, {"b": 1.0}).metrics["updates"] == 2
 
 
 def test_shares_and_loss_weight_scale_a_tasks_gradient_and_no_other():

@@ -133,6 +133,21 @@ def test_a_copy_of_an_actor_with_adapters_has_their_dropout_however_it_keeps_act
     assert not any(module.training for module in dropouts)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+def test_beside_an_actor_with_adapters_all_weights_of_its_copy_are_trained() -> None:
+    lora = LoraConfig(rank=2)
+    actor = Actor(add_adapters(build_model(), lora), build_tokenizer(), ModelConfig(lora=lora))
+    critic = Critic("separate", config=CriticConfig(trunk="separate"))
+    critic.build(actor, ["a"])
+    assert critic.trunk is not None
+    trained = {name for name, p in critic.trunk.named_parameters() if p.requires_grad}
+    assert trained == {name for name, _ in actor.model.named_parameters()}
+    assert {name for name, p in actor.model.named_parameters() if p.requires_grad} < trained
+    page = Path(__file__).parents[3] / "docs/configuration.md"
+    (told,) = [line for line in page.read_text("utf-8").splitlines() if "`critic.trunk`" in line]
+    assert "all of whose weights are trained, also beside an actor with adapters" in told
+
+
 def test_another_vocabulary_and_keys_without_a_model_of_its_own_are_refused(tmp_path: Path) -> None:
     tokenizer = build_byte_tokenizer()
     build_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "bytes")
