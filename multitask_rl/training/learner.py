@@ -92,7 +92,8 @@ class Learner:
                 if result.norms is not None:
                     self.bad_updates = 0
                     num_applied += bool(active)
-                    compared = compare_gradients(result.sketches) if compared is None else compared
+                    if compared is None and active:
+                        compared = compare_gradients(result.sketches)
                     norms.append({"loss": result.loss, **result.norms})
                     continue
                 num_skipped += 1

@@ -137,14 +137,16 @@ def violates(attempt: Attempt) -> float:
     return float(any(violated for _, violated in concerned)) if concerned else math.nan
 
 
-def shown_rewards(task: Task, attempts: Sequence[Attempt], refused: Refused) -> list[list[float]]:
+def shown_by_group(
+    task: Task, attempts: Sequence[Attempt], refused: Refused
+) -> dict[tuple[str, int], list[float]]:
     """Rewards of the slots of every group that has any."""
     final = last_attempts(attempts)
     found: dict[tuple[str, int], list[float]] = {}
     for a, value in zip(final, slot_values(task, "reward", final, "higher", refused, "reward"), strict=True):
         if not math.isnan(value):
             found.setdefault(a.group, []).append(value)
-    return list(found.values())
+    return found
 
 
 def applied_ranges(task: Task, attempts: Sequence[Attempt]) -> list[tuple[float, float]]:
