@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, Curriculum, RewardRule, Settings, Task
@@ -194,6 +194,13 @@ def _chosen(case: Case) -> None:
             case.past_steps, case.past = rng.choice([30, 260]), {t.name: _past(rng) for t in settings.tasks}
     elif rng.random() < 0.2:
         settings.policy_config["gradients_every"] = 1
+    for task in settings.tasks:
+        if task.eval_samples > 1 and rng.random() < 0.3:
+            task.solved_at = rng.choice([0.3, 0.5, 2.5])
+        for rule in task.rewards if task.eval_samples > 1 else ():
+            if not rule.is_of_world and rng.random() < 0.6:
+                key, answers = f"{task.name}/{rule.name}", rng.choice(["xy", "xyz"])
+                case.scripts[key] = replace(case.scripts[key], answers=("", *answers))
     if any(t.curriculum for t in settings.tasks) and rng.random() < 0.7:
         case.num_steps = rng.choice([4, 6, 10])
         if rng.random() < 0.4:

@@ -285,6 +285,9 @@ def _compare_parts(run: Run, result: Result, found: ProductStep) -> Iterator[str
 def _compare_statistics(
     task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number], relative: float = NUMBER
 ) -> Iterator[str]:
+    for name in found:
+        if name.startswith(("pass@", "maj@")) and name not in expected:
+            yield f"{task}/{name} is {found[name]}, the reference has none"
     for name, own in expected.items():
         if name not in found:
             yield f"{task}/{name} is missing"

@@ -58,7 +58,7 @@ from . import world
 from .cases import Case
 from .naive.controllers import Seen
 from .naive.experience import Said
-from .naive.records import Answer
+from .naive.records import Answer, Attempt
 from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
 
@@ -563,6 +563,7 @@ def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
         "failing": script.failing,
         "silent": script.silent,
         "same_silent": script.same_silent,
+        "answers": list(script.answers),
     } | more
 
 
@@ -608,6 +609,7 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         "group_size": task.group_size,
         "target": task.target,
         "eval_samples": task.eval_samples,
+        "solved_at": task.solved_at,
         "primary_metric": task.primary_metric,
         "higher_is_better": task.higher_is_better,
         "sampling": {
@@ -808,6 +810,10 @@ def given_of(case: Case, product: Product) -> Given:
         assert FAILED == world.FAILED
         return said
 
+    def read(attempt: Attempt, reward: str) -> str:
+        script = case.scripts.get(f"{attempt.task}/{reward}", world.Script(""))
+        return world.read_answer(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
+
     def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
         order = list(range(number))
         random_stream(case.seed, "minibatch", task, step, epoch).shuffle(order)
@@ -827,6 +833,7 @@ def given_of(case: Case, product: Product) -> Given:
 
     return Given(
         replay=replay,
+        read=read,
         order=order,
         column=column,
         chosen=chosen,

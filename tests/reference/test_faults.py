@@ -350,6 +350,10 @@ def what_no_one_could_judge_is_drawn_on(patch):
     patch.setattr(PooledStream, "_num_without", lambda self, rows: real(self, ()))
 
 
+def the_first_answer_wins(patch):
+    patch.setattr(definitions, "_majority", lambda votes: votes[0][1] if votes else math.nan)
+
+
 def the_kl_of_an_anchor_is_turned_around(patch):
     real = runner.exact_kl
     patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
@@ -447,6 +451,9 @@ FAULTS = {
     hard_prompts_lower_the_level: draws_by("pass_rate", "number", "grade"),
     rows_are_drawn_in_the_order_of_their_groups: draws_by("pass_rate"),
     what_no_one_could_judge_is_drawn_on: draws_by("pass_rate", "number", "grade"),
+    the_first_answer_wins: lambda case: (
+        evaluates()(case) and any(script.answers for script in case.scripts.values())
+    ),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
 

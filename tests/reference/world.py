@@ -111,6 +111,8 @@ class Script:
     """Chance that it says it is not its business."""
     same_silent: float = 0.0
     """Chance that it says so of a whole group."""
+    answers: tuple[str, ...] = ()
+    """Those that it may read in a response, equally likely."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
     if own.random() < script.failing:
         return FAILED
     return value if is_same else own.choice(script.values)
+
+
+def read_answer(seed: int, script: Script, sample: Sample) -> str:
+    """What the reward reads in a response that it scores."""
+    return stream(seed, script.name, "answer", sample).choice(script.answers) if script.answers else ""
 
 
 @dataclass(frozen=True)

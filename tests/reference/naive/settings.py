@@ -139,6 +139,8 @@ class Task:
     max_turns: int = 0
     """Most answers of an episode; 0 = no world, one response."""
     eval_samples: int = 1
+    solved_at: float | None = None
+    """None: the good end of the range of the primary metric."""
     max_episode_tokens: int = 0
     """0 = ``max_turns`` whole answers."""
     curriculum: Curriculum | None = None

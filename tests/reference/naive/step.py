@@ -46,6 +46,7 @@ from .statistics import (
     Refused,
     applied_ranges,
     describe,
+    majority,
     primary,
     shown_by_group,
     solved_rates,
@@ -81,6 +82,8 @@ class Given:
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
     held_out_world: World | None = None
+    read: Callable[[Attempt, str], str] = lambda attempt, reward: ""
+    """Response, reward -> the answer that the reward reads in it."""
     teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weights of the teacher of each task that has one."""
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
@@ -538,6 +541,8 @@ class Run:
             own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
             rates = solved_rates(task, attempts, memory)
             own |= {f"{task.name}/{k}": v for k, v in rates.items()}
+            most = majority(task, attempts, memory, self.given.read)
+            own |= {} if most is None else {f"{task.name}/maj@{task.eval_samples}": most}
             main = primary(task, attempts, memory)
             numbers |= own | ({task.name: main} if main is not None else {})
             ends[task.name] = task.range_of(task.primary_metric)
