@@ -149,7 +149,7 @@ class PooledStream(PromptStream):
                     number = int(place(rate, *self._scale.scale) * self._spec.pools)
                     for rows in self._pools.values():
                         rows.pop(index, None)
-                    self._pools[str(min(number, self._spec.pools - 1))][index] = None
+                    self._add(index, self._pools[str(min(number, self._spec.pools - 1))])
             else:
                 self._unjudged.add(index)
         # forget earlier draws that cannot come any more: too late, or too long for the model
@@ -161,6 +161,14 @@ class PooledStream(PromptStream):
                 self._unserved.add(index)
         self._missed = {draw: since for draw, since in self._missed.items() if draw in self._pending}
         return self._report(step)
+
+    def _add(self, index: int, pool: OrderedDict[int, None]) -> None:
+        """Add a row to ``pool`` in the order of draws; groups may come in another one."""
+        own = self._last_draw[index]
+        later = list(itertools.takewhile(lambda o: self._last_draw.get(o, -1) > own, reversed(pool)))
+        pool[index] = None
+        for other in reversed(later):
+            pool.move_to_end(other)
 
     def shift(self) -> float:
         """Return the mean reward of uniformly drawn prompts minus that of the last observed step.
@@ -262,6 +270,10 @@ class PooledStream(PromptStream):
             self._last_draw.pop(index, None)
             if str(index) in known["last_draw"]:
                 self._last_draw[index] = known["last_draw"][str(index)]
+        # a row whose earlier group was observed meanwhile is not the first of its pool
+        for pool in self._pools.values():
+            for index in sorted(pool, key=lambda i: self._last_draw.get(i, -1)):
+                pool.move_to_end(index)
         self._carry = dict(known["carry"])
 
     def skip_to(self, later: Mapping[str, Any]) -> None:

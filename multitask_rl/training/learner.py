@@ -91,8 +91,10 @@ class Learner:
                 means.merge(result.means)
                 if result.norms is not None:
                     self.bad_updates = 0
-                    num_applied += any(result.norms.values())
-                    compared = compare_gradients(result.sketches) if compared is None else compared
+                    if any(result.norms.values()):
+                        num_applied += 1
+                        if compared is None:
+                            compared = compare_gradients(result.sketches)
                     norms.append({"loss": result.loss, **result.norms})
                     continue
                 num_skipped += 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, RewardRule, Settings, Task
+from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, Curriculum, RewardRule, Settings, Task
 from .world import VOCABULARY, Past, Script
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
@@ -22,8 +22,8 @@ MULTIPLIER = {
     "derivative": (0.0, 1.0),
     "log_rate": (3.0,),
 }
-STREAM = 50
-"""One of which the first sixty cases show every planted fault (``test_faults.py``)."""
+STREAM, CURRICULA = 50, 2
+"""Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
 
@@ -39,6 +39,8 @@ class Case:
     layout: str = "auto"
     tokens_per_microbatch: int = 16384
     tied: bool = False
+    num_rows: dict[str, int] = field(default_factory=dict)
+    """Training rows of each task that does not have ``NUM_ROWS``."""
     late: float = 0.0
     """Chance that a group's rewards come late."""
     engine_failing: float = 0.0
@@ -61,6 +63,8 @@ def draw_case(seed: int, *, with_more: bool = True) -> Case:
     case = _draw_case(seed)
     if with_more and random.Random(f"more{STREAM} {seed}").random() < 0.5:
         _more(case)
+        if random.Random(f"chosen{CURRICULA} {seed}").random() < 0.5:
+            _chosen(case)
     return case
 
 
@@ -99,7 +103,7 @@ def _draw_case(seed: int) -> Case:
     for task in tasks:
         if random.Random(f"mask_truncated {seed} {task.name}").random() < 0.2:
             task.given["mask_truncated"] = task.config["mask_truncated"] = True
-    settings.policy_config = _policy(rng, settings.policy)
+    settings.policy_config = draw_policy(rng, settings.policy)
     num_steps = rng.choice([1, 2, 3])
     if settings.eval_every:
         settings.watched = _watched(rng, tasks)
@@ -173,6 +177,36 @@ def _more(case: Case) -> None:
     settings.watched += [f"{a.name}/kl" for a in settings.anchors if a.has_kl and rng.random() < 0.5]
 
 
+def _chosen(case: Case) -> None:
+    """Let curricula choose prompts, and further policies the shares."""
+    rng, settings = random.Random(f"curricula{CURRICULA} {case.seed}"), case.settings
+    for task in settings.tasks:
+        if rng.random() < 0.6:
+            by = rng.choice(["pass_rate", "pass_rate", "grade", "number"])
+            if task.type in ("sft", "distill") and not (task.type == "distill" and task.rewards):
+                by = "grade"
+            task.curriculum = Curriculum(by=by, pools=rng.choice([3, 5]), floor=rng.choice([0.1, 0.0, 0.5]))
+            case.num_rows[task.name] = rng.choice([5, 12, 40])
+    if settings.policy in ("static", "uniform"):
+        settings.policy = rng.choice(["bandit", "patience", "learnability", "tac"])
+        settings.policy_config = draw_policy(rng, settings.policy)
+        if not case.past_steps and rng.random() < 0.6:  # without one no difference is clear
+            case.past_steps, case.past = rng.choice([30, 260]), {t.name: _past(rng) for t in settings.tasks}
+    elif rng.random() < 0.2:
+        settings.policy_config["gradients_every"] = 1
+    for task in settings.tasks:
+        if task.eval_samples > 1 and rng.random() < 0.3:
+            task.solved_at = rng.choice([0.3, 0.5, 2.5])
+        for rule in task.rewards if task.eval_samples > 1 else ():
+            if not rule.is_of_world and rng.random() < 0.6:
+                key, answers = f"{task.name}/{rule.name}", rng.choice(["xy", "xyz"])
+                case.scripts[key] = replace(case.scripts[key], answers=("", *answers))
+    if any(t.curriculum for t in settings.tasks) and rng.random() < 0.7:
+        case.num_steps = rng.choice([4, 6, 10])
+        if rng.random() < 0.4:
+            case.resumed_at = rng.randrange(1, case.num_steps)
+
+
 def _anchor(rng: random.Random, settings: Settings) -> Anchor:
     has_answers = rng.random() < 0.7
     return Anchor(
@@ -228,7 +262,8 @@ def _grammar(rng: random.Random, most: int) -> tuple[dict[str, Any], list[list[i
     return {"choices": choices}, [[VOCABULARY.index(c) for c in text] for text in choices]
 
 
-def _policy(rng: random.Random, name: str) -> dict[str, float]:
+def draw_policy(rng: random.Random, name: str) -> dict[str, float]:
+    """Settings of a policy."""
     options: dict[str, list[float]] = {
         "prior_prompts": [100, 20, 0],
         "smoothing": [0.1, 0.5],
@@ -237,6 +272,16 @@ def _policy(rng: random.Random, name: str) -> dict[str, float]:
         "exponent": [0.0, 3.0],
         "rate": [0.3],
         "level_weight": [0.0, 0.2],
+        "temperature": [0.1, 0.5],
+        "alpha": [0.0, 3.0],
+        "gradients_every": [1, 2],
+        "share": [0.0, 0.2],
+        "exploration": [0.0, 0.5],
+        "patience": [1, 3],
+        "min_delta": [0.003, 0.1],
+        "factor": [0.5],
+        "max_change": [1.5],
+        "literal": [True],
     }
     known = POLICIES[name] if name not in ("static", "uniform") else {}
     return {key: rng.choice(options[key]) for key in known if rng.random() < 0.4}

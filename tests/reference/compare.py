@@ -63,6 +63,8 @@ TOLERANCES = {
 }
 NOTHING = 1e-12
 """A gradient, and a difference of weights, that is 0 but for float64's rounding."""
+SKETCH = 1e-5
+"""... of norms of the tasks' gradients, of the largest."""
 ROUNDINGS = 4.0
 REPEATS = 8
 
@@ -217,7 +219,7 @@ def _compare_step(
         own = {**result.metrics[task.name], **{n: x.mean for n, x in result.numbers[task.name].items()}}
         tokens = () if task.name in rounded else TOKEN_METRICS
         names = (*tokens, *CREDIT_METRICS, *STEP_METRICS, *result.numbers[task.name])
-        names += tuple(n for n in own if n.startswith("multiplier/"))
+        names += tuple(n for n in own if n.startswith(("multiplier/", "pool/")))
         largest = max(
             (float(s.advantages.abs().max()) for s in result.samples if s.task == task.name), default=0.0
         )
@@ -253,15 +255,40 @@ def _compare_step(
             yield from _compare_number(
                 f"multiplier {task.name}/{m.rule.name}", found.multipliers[task.name][m.rule.name], m.value
             )
+    yield from _compare_parts(run, result, found)
     if found.held != run.scheduler.held:
         yield f"held by the gate: {sorted(found.held)}, reference {sorted(run.scheduler.held)}"
     for name, share in run.scheduler.shares().items():
         yield from _compare_number(f"share of {name}", found.shares[name], share)
 
 
+def _compare_parts(run: Run, result: Result, found: ProductStep) -> Iterator[str]:
+    """Compare norms and cosines of the tasks' gradients, which the product knows to float32."""
+    names = [t.name for t in run.settings.tasks]
+    known = {key for key in found.numbers if "/cosine/" in key or key.endswith("/grad_norm")}
+    known = {key for key in known if key.startswith("task/")}
+    largest = max((float(g.norm()) for g in result.parts.values()), default=0.0)
+    for a, own in result.parts.items():
+        key = f"task/{a}/grad_norm"
+        yield from _compare_number(key, found.numbers.get(key), float(own.norm()), SKETCH, largest)
+        known.discard(key)
+    clear = [n for n in names if n in result.parts and float(result.parts[n].norm()) > 0.01 * largest > 0.0]
+    for a in clear:
+        for b in clear:
+            if a != b:
+                key, (x, y) = f"task/{a}/cosine/{b}", (result.parts[a], result.parts[b])
+                cosine = float(x @ y) / float(x.norm() * y.norm())
+                yield from _compare_number(key, found.numbers.get(key), cosine, 100.0 * SKETCH)
+    if not result.parts and known:
+        yield f"gradients are compared: {sorted(known)}, not in the reference"
+
+
 def _compare_statistics(
     task: str, found: Mapping[str, Statistic], expected: Mapping[str, Number], relative: float = NUMBER
 ) -> Iterator[str]:
+    for name in found:
+        if name.startswith(("pass@", "maj@")) and name not in expected:
+            yield f"{task}/{name} is {found[name]}, the reference has none"
     for name, own in expected.items():
         if name not in found:
             yield f"{task}/{name} is missing"

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,12 +51,14 @@ from multitask_rl.step.metrics import StepReport
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backend import CreditedSample
+from multitask_rl.training.backends import in_process
+from multitask_rl.training.sketch import sketch_gradient
 
 from . import world
 from .cases import Case
 from .naive.controllers import Seen
 from .naive.experience import Said
-from .naive.records import Answer
+from .naive.records import Answer, Attempt
 from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
 
@@ -266,6 +268,7 @@ class Product:
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
+        self.numbers: dict[str, float] = {}
         self.past = _past(self.case)
         case, settings = self.case, self.case.settings
         self.teacher: dict[str, Tensor] = {}
@@ -317,7 +320,7 @@ class Product:
         loader = TaskDataLoader(
             splits={
                 t.name: {
-                    "train": rows(case, t.name, range(world.NUM_ROWS)),
+                    "train": rows(case, t.name, range(case.num_rows.get(t.name, world.NUM_ROWS))),
                     "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
                 }
                 for t in [*settings.tasks, *settings.anchors]
@@ -352,7 +355,10 @@ class Product:
         def bind_with_past(*given: Any, **more: Any) -> None:
             bind(*given, **more)
             for number, groups in enumerate(self.past):
-                seen = {name: _stats(name, own) for name, own in groups.items()}
+                seen = {
+                    name: stats_of(name, own, _past_cosines(case, name, number))
+                    for name, own in groups.items()
+                }
                 scheduler.update(seen, number - case.past_steps)
 
         scheduler.bind = bind_with_past  # type: ignore[method-assign]
@@ -420,6 +426,7 @@ class Product:
         with _watched_updates(self) as updates:
             report = self.trainer.train_step()
         lines = (self.directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        self.numbers = json.loads(lines[-1])
         scheduler = self.trainer.scheduler
         metrics = scheduler.metrics()
         return ProductStep(
@@ -427,7 +434,7 @@ class Product:
             credited=list(self.credited),
             updates=updates,
             statistics={name: own.statistics for name, own in self.guard.stats.items()},
-            numbers=json.loads(lines[-1]),
+            numbers=self.numbers,
             shares=scheduler.weights(),
             levels={
                 t.name: metrics[f"task/{t.name}/level"]
@@ -457,7 +464,7 @@ class Product:
 @contextmanager
 def arithmetic(kind: str) -> Iterator[None]:
     """Let the product compute in ``kind``: with ``float64`` what it calls float32 is float64."""
-    before = torch.get_default_dtype()
+    before, float32 = torch.get_default_dtype(), torch.float32
     with ExitStack() as stack:
         if kind == "float64":
             for owner, name, wide in (
@@ -468,6 +475,12 @@ def arithmetic(kind: str) -> Iterator[None]:
                 stack.enter_context(patch.object(owner, name, wide))
             stack.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(torch.float64)
+
+            def sketched(parameters: Sequence[torch.nn.Parameter]) -> Tensor:
+                with patch.object(torch, "float32", float32):  # its bits are those of float32
+                    return sketch_gradient(parameters)
+
+            stack.enter_context(patch.object(in_process, "sketch_gradient", sketched))
         yield
 
 
@@ -533,6 +546,8 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
             "id": i,
             "prompt": world.heard(world.prompt_ids(case.seed, task, i)),
             "answer": world.heard(world.answer_ids(case.seed, task, i)),
+            "grade": world.grade(case.seed, task, i),
+            "number": world.difficulty(case.seed, task, i),
         }
         for i in numbers
     ]
@@ -548,6 +563,7 @@ def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
         "failing": script.failing,
         "silent": script.silent,
         "same_silent": script.same_silent,
+        "answers": list(script.answers),
     } | more
 
 
@@ -593,6 +609,7 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         "group_size": task.group_size,
         "target": task.target,
         "eval_samples": task.eval_samples,
+        "solved_at": task.solved_at,
         "primary_metric": task.primary_metric,
         "higher_is_better": task.higher_is_better,
         "sampling": {
@@ -602,6 +619,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
             "top_p": task.top_p,
         },
     }
+    if task.curriculum:
+        given["curriculum"] = asdict(task.curriculum)
     if task.grammar:
         constraints.append({"mode": "grammar", "config": task.grammar})
     if task.max_turns:
@@ -652,18 +671,29 @@ def _past(case: Case) -> list[dict[str, list[list[float]]]]:
     ]
 
 
-def _stats(task: str, groups: Sequence[Sequence[float]]) -> TaskStats:
+def stats_of(
+    task: str, groups: Sequence[Sequence[float]], cosines: Mapping[str, float] | None = None
+) -> TaskStats:
+    """A step's statistics of a task, for the product."""
     rewards = [r for own in groups for r in own]
+    compared = [own for own in groups if len(own) > 1]
+    above = [max(own) - _rest(own) for own in compared]
     return TaskStats(
         task=task,
         num_prompts=len(groups),
         num_informative=sum(max(own) > min(own) for own in groups),
         reward_mean=math.fsum(rewards) / len(rewards) if rewards else math.nan,
-        reward_std=math.fsum(map(_std, groups)) / max(1, len(groups)),
-        headroom=math.fsum(max(own) - _rest(own) for own in groups) / len(groups) if groups else math.nan,
+        reward_std=math.fsum(map(_std, compared)) / len(compared) if compared else math.nan,
+        headroom=math.fsum(above) / len(above) if above else math.nan,
         lowest=sorted(min(own) for own in groups)[:3],
         highest=sorted((max(own) for own in groups), reverse=True)[:3],
+        metrics={f"cosine/{other}": value for other, value in (cosines or {}).items()},
     )
+
+
+def _past_cosines(case: Case, task: str, step: int) -> dict[str, float]:
+    others = [t.name for t in case.settings.tasks if t.name != task]
+    return {other: world.past_cosine(case.seed, task, other, step) for other in others}
 
 
 def _std(values: Sequence[float]) -> float:
@@ -675,9 +705,11 @@ def _rest(values: Sequence[float]) -> float:
     return (math.fsum(values) - max(values)) / (len(values) - 1)
 
 
-def _seen(groups: Sequence[Sequence[float]]) -> Seen:
-    stats = _stats("", groups)
-    return Seen(stats.num_prompts, stats.num_informative, stats.reward_mean, groups, stats.headroom)
+def seen_of(groups: Sequence[Sequence[float]], cosines: Mapping[str, float] | None = None) -> Seen:
+    """The same for the reference."""
+    own = stats_of("", groups)
+    numbers = (own.num_prompts, own.num_informative, own.reward_mean)
+    return Seen(*numbers, groups, own.headroom, own.reward_std, cosines=cosines or {})
 
 
 def delay_of(case: Case) -> Callable[[str, int], int]:
@@ -738,11 +770,33 @@ def given_of(case: Case, product: Product) -> Given:
         for t in case.settings.tasks
     }
     drawn: dict[str, list[int]] = {t.name: [] for t in case.settings.tasks}
+    chosen: dict[str, dict[int, int]] = {t.name: {} for t in case.settings.tasks if t.curriculum}
 
     def row(task: str, draw: int) -> int:
+        if task in chosen:
+            return chosen[task][draw]
         while len(drawn[task]) <= draw:
             drawn[task] += [int(r["id"]) for _, r in streams[task].next(1)]
         return drawn[task][draw]
+
+    def order(task: str) -> list[int]:
+        found = list(range(case.num_rows[task]))
+        random_stream(case.seed, "data", task, 0).shuffle(found)
+        return found
+
+    def column(task: str) -> dict[int, float | str] | None:
+        by = case.settings[task].curriculum.by  # type: ignore[union-attr]
+        numbers = range(case.num_rows[task])
+        return None if by == "pass_rate" else {r["id"]: r[by] for r in rows(case, task, numbers)}
+
+    def compared() -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {t.name: {} for t in case.settings.tasks}
+        for key, value in product.numbers.items():
+            kind, _, rest = key.partition("/")
+            task, _, name = rest.partition("/")
+            if kind == "task" and name.startswith(("cosine/", "grad_norm")):
+                found[task][name] = value
+        return found
 
     def held_out(task: str, draw: int) -> int:
         return int(product.trainer.tasks[task].eval_rows[draw]["id"])
@@ -755,6 +809,10 @@ def given_of(case: Case, product: Product) -> Given:
         )
         assert FAILED == world.FAILED
         return said
+
+    def read(attempt: Attempt, reward: str) -> str:
+        script = case.scripts.get(f"{attempt.task}/{reward}", world.Script(""))
+        return world.read_answer(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
 
     def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
         order = list(range(number))
@@ -775,6 +833,11 @@ def given_of(case: Case, product: Product) -> Given:
 
     return Given(
         replay=replay,
+        read=read,
+        order=order,
+        column=column,
+        chosen=chosen,
+        compared=compared,
         world=Words(case, "rollout", row),
         held_out_world=Words(case, "evaluation", held_out),
         teachers=product.teachers(),
@@ -784,7 +847,10 @@ def given_of(case: Case, product: Product) -> Given:
         ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
         is_late=delay_of(case),
         engine_fails=_loses(case),
-        past=[{name: _seen(groups) for name, groups in step.items()} for step in product.past],
+        past=[
+            {name: seen_of(groups, _past_cosines(case, name, number)) for name, groups in step.items()}
+            for number, step in enumerate(product.past)
+        ],
     )
 
 

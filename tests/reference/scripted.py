@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.environments.base import Opening, StepResult, World
 from multitask_rl.errors import DataError
-from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Verdict
-from reference.world import FAILED, Reply, Sample, Script, answer, reply
+from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Score, Verdict
+from reference.world import FAILED, Reply, Sample, Script, answer, read_answer, reply
 
 
 @dataclass(kw_only=True, slots=True)
@@ -18,6 +18,7 @@ class Config:
     failing: float = 0.0
     silent: float = 0.0
     same_silent: float = 0.0
+    answers: list[str] = field(default_factory=list)
     low: float = float("-inf")
     high: float = float("inf")
     higher_is_better: bool = True
@@ -36,6 +37,7 @@ class _Scripted:
             failing=config.failing,
             silent=config.silent,
             same_silent=config.same_silent,
+            answers=tuple(config.answers),
         )
         self.traits = PluginTraits(
             isolate=False,
@@ -48,19 +50,23 @@ class _Scripted:
 
     def answers(self, rollouts):
         for rollout in rollouts:
-            sample = Sample(
-                rollout.task,
-                rollout.prompt.draw,
-                rollout.sample,
-                rollout.attempt,
-                tuple(rollout.response_ids),
-            )
-            yield answer(self.seed, self.script, sample)
+            yield answer(self.seed, self.script, self.sample(rollout))
+
+    @staticmethod
+    def sample(rollout):
+        own = rollout.task, rollout.prompt.draw, rollout.sample, rollout.attempt
+        return Sample(*own, tuple(rollout.response_ids))
 
 
 class Reward(_Scripted):
     def score(self, rollouts):
-        return [self.typed(value) for value in self.answers(rollouts)]
+        found = [self.typed(value) for value in self.answers(rollouts)]
+        return [
+            Score(value=value, answer=read_answer(self.seed, self.script, self.sample(rollout)))
+            if isinstance(value, float)
+            else value
+            for value, rollout in zip(found, rollouts, strict=True)
+        ]
 
     @staticmethod
     def typed(value):

@@ -15,6 +15,7 @@ from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, UnlearnableGate
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
+from multitask_rl.data import PooledStream
 from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.models import lora
 from multitask_rl.models.grammar import Grammars
@@ -333,6 +334,26 @@ def a_resumed_run_owes_nothing(patch):
     patch.setattr(DynamicTaskWeightScheduler, "load_state_dict", load_state_dict)
 
 
+def hard_prompts_lower_the_level(patch):
+    patch.setattr(PooledStream, "shift", lambda self: 0.0)
+
+
+def rows_are_drawn_in_the_order_of_their_groups(patch):
+    def add(self, index, pool):
+        pool[index] = None
+
+    patch.setattr(PooledStream, "_add", add)
+
+
+def what_no_one_could_judge_is_drawn_on(patch):
+    real = PooledStream._num_without
+    patch.setattr(PooledStream, "_num_without", lambda self, rows: real(self, ()))
+
+
+def the_first_answer_wins(patch):
+    patch.setattr(definitions, "_majority", lambda votes: votes[0][1] if votes else math.nan)
+
+
 def the_kl_of_an_anchor_is_turned_around(patch):
     real = runner.exact_kl
     patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
@@ -351,6 +372,10 @@ def adapts(policy):
     return lambda case: (
         case.settings.policy == policy and case.past_steps > 0 and len(case.settings.tasks) > 1
     )
+
+
+def draws_by(*columns):
+    return lambda case: any(t.curriculum and t.curriculum.by in columns for t in case.settings.tasks)
 
 
 def talks(case):
@@ -422,6 +447,12 @@ FAULTS = {
     a_resumed_run_owes_nothing: lambda case: case.resumed_at > 0 and len(case.settings.tasks) > 1,
     the_kl_of_an_anchor_is_turned_around: lambda case: (
         evaluates()(case) and any(a.has_kl for a in case.settings.anchors)
+    ),
+    hard_prompts_lower_the_level: draws_by("pass_rate", "number", "grade"),
+    rows_are_drawn_in_the_order_of_their_groups: draws_by("pass_rate"),
+    what_no_one_could_judge_is_drawn_on: draws_by("pass_rate", "number", "grade"),
+    the_first_answer_wins: lambda case: (
+        evaluates()(case) and any(script.answers for script in case.scripts.values())
     ),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }

@@ -35,6 +35,16 @@ def answer_ids(seed: int, task: str, row: int) -> list[int]:
     return [*(rng.randrange(2, len(VOCABULARY)) for _ in range(rng.randint(1, 4))), EOS]
 
 
+def grade(seed: int, task: str, row: int) -> str:
+    """A text of three that sorts the rows."""
+    return stream(seed, "grade", task, row).choice(["easy", "hard", "middle"])
+
+
+def difficulty(seed: int, task: str, row: int) -> float:
+    """A number that no other row has."""
+    return stream(seed, "number", task, row).random()
+
+
 def respond(
     prompt: list[int], seed: int, version: int, limit: int, sentences: list[list[int]] | None = None
 ) -> Response:
@@ -101,6 +111,8 @@ class Script:
     """Chance that it says it is not its business."""
     same_silent: float = 0.0
     """Chance that it says so of a whole group."""
+    answers: tuple[str, ...] = ()
+    """Those that it may read in a response, equally likely."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,11 @@ def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
     return value if is_same else own.choice(script.values)
 
 
+def read_answer(seed: int, script: Script, sample: Sample) -> str:
+    """What the reward reads in a response that it scores."""
+    return stream(seed, script.name, "answer", sample).choice(script.answers) if script.answers else ""
+
+
 @dataclass(frozen=True)
 class Past:
     """How a task went before the first step: groups without a difference, then as ``after`` says."""
@@ -138,12 +155,14 @@ class Past:
     or ``rare`` (one in eight groups differs)."""
 
 
-def past_rewards(seed: int, task: str, past: Past, step: int, ends: tuple[float, float]) -> list[list[float]]:
-    """Rewards of every group of one step of the past."""
+def past_rewards(
+    seed: int, task: str, past: Past, step: int, ends: tuple[float, float], number: int | None = None
+) -> list[list[float]]:
+    """Rewards of every group of one step of the past; without a ``number`` of them 0 to 4."""
     rng = stream(seed, "past", task, step)
     low, high = ends
     groups = []
-    for _ in range(rng.randint(0, 4)):
+    for _ in range(rng.randint(0, 4) if number is None else number):
         state = "dead" if step < past.dead_steps else past.after
         if state == "rare":
             state = "alive" if rng.random() < 0.125 else "dead"
@@ -153,3 +172,10 @@ def past_rewards(seed: int, task: str, past: Past, step: int, ends: tuple[float,
             places = [0.1 * (past.level + place) for place in places]
         groups.append([low + (high - low) * place for place in places])
     return groups
+
+
+def past_cosine(seed: int, task: str, other: str, step: int) -> float:
+    """Of two tasks' gradients in a step of the past."""
+    pair = sorted([task, other])
+    usual = stream(seed, "gradients", *pair).choice([-0.9, -0.2, 0.5])
+    return usual + stream(seed, "gradients", *pair, step).uniform(-0.1, 0.1)

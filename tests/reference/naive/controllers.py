@@ -50,8 +50,12 @@ class Seen:
     """Rewards of each group."""
     headroom: float
     """Mean over groups of at least two of their best reward less the mean of the rest; NaN without one."""
+    std: float = math.nan
+    """Mean over groups of at least two of the deviation of their rewards; NaN without one."""
     applied: Sequence[tuple[float, float]] = ()
     """Declared range of the rewards that applied to each slot."""
+    cosines: Mapping[str, float] = field(default_factory=dict)
+    """Of the task's gradient with those of others, in steps that compare them."""
 
 
 @dataclass
@@ -65,6 +69,8 @@ class Trace:
     informative: Average = field(default_factory=Average)
     above: Average = field(default_factory=Average)
     """Headroom."""
+    within: Average = field(default_factory=Average)
+    """Deviation of rewards in groups."""
     lowest: list[float] = field(default_factory=list)
     """Smallest reward of each group, of the three smallest."""
     highest: list[float] = field(default_factory=list)
@@ -86,6 +92,8 @@ class Trace:
         self.mean.add(seen.mean, seen.prompts, gain)
         if not math.isnan(seen.headroom):
             self.above.add(seen.headroom, seen.prompts, gain if self.above.steps else 1.0)
+        if not math.isnan(seen.std):
+            self.within.add(seen.std, seen.prompts, gain if self.within.steps else 1.0)
         self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
         self.highest = sorted(self.highest + [max(own) for own in seen.shown])[-3:]
         if ranges := [*self.applied, *seen.applied]:
@@ -142,6 +150,27 @@ def raised(wanted: Mapping[str, float], floors: Mapping[str, float]) -> dict[str
         held |= low
 
 
+def apportioned(
+    shares: Mapping[str, float], total: int, carry: Mapping[str, float], ranks: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Whole numbers by largest remainder, what rounding took or gave before included; the new ``carry``.
+
+    What one without a share is owed goes to the others.
+    """
+    active = [name for name, share in shares.items() if share > 0.0]
+    carried = {name: carry.get(name, 0.0) for name in active}
+    rest = total - math.fsum(carried.values())
+    owed = {name: shares[name] * rest + carried[name] for name in active}
+    counts = {name: max(0, math.floor(owed.get(name, 0.0))) for name in shares}
+    while (left := total - sum(counts.values())) != 0:
+        able = active if left > 0 else [name for name in active if counts[name] > 0]
+        remainder = {name: round(owed[name] - counts[name], 9) for name in able}
+        extreme = max(remainder.values()) if left > 0 else min(remainder.values())
+        first = min((n for n in able if remainder[n] == extreme), key=lambda n: (ranks[n], n))
+        counts[first] += 1 if left > 0 else -1
+    return counts, {name: owed[name] - counts[name] for name in active}
+
+
 @dataclass
 class Scheduler:
     settings: Settings
@@ -171,6 +200,16 @@ class Scheduler:
         self.dead_steps = dict.fromkeys(self.prior, 0)
         self.held: set[str] = set()
         """By the gate."""
+        self.arms = dict(self.prior)
+        """Values of the bandit, sum 1."""
+        self.largest = dict.fromkeys(self.prior, 0.001)
+        """Recent change of the level."""
+        self.best = dict.fromkeys(self.prior, -1.0)
+        """Level; with the steps since, and the factor on the weight that plateaus have made."""
+        self.waited = dict.fromkeys(self.prior, 0)
+        self.scale = dict.fromkeys(self.prior, 1.0)
+        self.cosines: dict[str, list[float]] = {name: [] for name in self.prior}
+        """Means over the other tasks, comparison by comparison."""
 
     def observe(self, seen: Mapping[str, Seen]) -> None:
         """Learn from one step."""
@@ -187,8 +226,13 @@ class Scheduler:
             progress[name] = 0.0 if before is None else now - trace.place(before, declared)
             if trace.mean.steps <= 10:
                 self.start[name] = self.deficit(name)
-        if progress and self.settings.policy == "mt_grpo":
-            self.descend(progress)
+        learn = {"mt_grpo": self.descend, "bandit": self.pull, "patience": self.wait}
+        if progress and self.settings.policy in learn:
+            learn[self.settings.policy](progress)
+        for name, own in seen.items():
+            if found := {o: c for o, c in own.cosines.items() if name in self.prior and o in self.prior}:
+                mass = math.fsum(self.prior[o] for o in found)
+                self.cosines[name].append(math.fsum(self.prior[o] * c for o, c in found.items()) / mass)
         for name, own in seen.items():
             if name in self.traces and own.prompts:
                 self.gate(name)
@@ -206,6 +250,71 @@ class Scheduler:
         mean = math.fsum(z[name] * s[name] for name in names)
         for name in names:
             self.logits[name] -= self.config["rate"] * z[name] * (s[name] - mean)
+
+    def pull(self, progress: Mapping[str, float]) -> None:
+        """``v <- v exp(eta g)``, then ``v <- (1 - share) v / sum(v) + share prior``.
+
+        ``g``: the change of the level over the largest recent one of any task (less by 1 % a step, at least
+        0.001), or over two errors of a level where that is more.
+        """
+        for name, change in progress.items():
+            self.largest[name] = max(0.99 * self.largest[name], abs(change), 0.001)
+        unit = max(*self.largest.values(), *(2.0 * self.level_error(name) for name in progress))
+        for name, change in progress.items():
+            self.arms[name] *= math.exp(self.config["rate"] * change / unit)
+        total, share = math.fsum(self.arms.values()), self.config["share"]
+        self.arms = {n: (1.0 - share) * v / total + share * self.prior[n] for n, v in self.arms.items()}
+
+    def wait(self, progress: Mapping[str, float]) -> None:
+        """After ``patience`` steps without a rise: at the target lower the weight, below it raise it."""
+        config, most = self.config, self.config["max_change"]
+        for name in progress:
+            self.waited[name] += 1
+            if self.level(name) > self.best[name] + config["min_delta"]:
+                self.best[name], self.waited[name] = self.level(name), 0
+            elif self.waited[name] >= config["patience"]:
+                is_lowered = config["literal"] or self.level(name) >= self.settings[name].target
+                change = config["factor"] if is_lowered else 1.0 / config["factor"]
+                self.scale[name] = min(most, max(1.0 / most, self.scale[name] * change))
+                self.waited[name] = 0
+
+    def spread(self, name: str) -> tuple[float, float]:
+        """Deviation in groups as a part of the range, and its error; of single responses sqrt(p (1 - p))."""
+        trace, level = self.traces[name], self.level(name)
+        if not trace.within.steps:
+            return math.sqrt(level * (1.0 - level)), self.level_error(name)
+        low, high = trace.ends(self.settings[name].range_of("reward"))
+        # the largest deviation of numbers in a range is half of it
+        return trace.within.value / (high - low), trace.within.error((high - low) / 2.0) / (high - low)
+
+    def transfer(self, name: str) -> tuple[float, float]:
+        """Smoothed mean cosine with the other tasks, and its error: one of variance 1 counts as measured."""
+        found, rate = self.cosines[name], self.config["smoothing"]
+        mean = square = 0.0
+        for n, value in enumerate(found, 1):
+            gain = max(rate, 1.0 / n)
+            mean, square = mean + gain * (value - mean), square + gain * (value**2 - square)
+        if not found:
+            return 0.0, 0.0
+        n = len(found)
+        variance = (n * max(0.0, square - mean**2) + 1.0) / (n + 1)
+        return mean, math.sqrt(variance * max(1.0 / n, rate / (2.0 - rate)))
+
+    def _by_spread(self) -> dict[str, float]:
+        """``prior exp(s / temperature)``, ``s`` the spread, of ``tac`` times 1 + alpha transfer, cleared."""
+        alpha = self.config.get("alpha", 0.0)
+        scores, errors = {}, {}
+        for name in self.traces:
+            if self.traces[name].prompts:
+                (spread, error), (transfer, doubt) = self.spread(name), self.transfer(name)
+                factor = max(0.0, 1.0 + alpha * transfer)
+                scores[name] = spread * factor
+                errors[name] = math.hypot(factor * error, spread * alpha * doubt)
+        if not scores:
+            return {}
+        cleared, t = self.cleared(scores, errors), self.config["temperature"]
+        top = max(cleared.values())
+        return {name: self.prior[name] * math.exp((s - top) / t) for name, s in cleared.items()}
 
     def gate(self, name: str) -> None:
         """Hold a task far from its target after 200 steps with under 2 % informative groups, up to 5 %."""
@@ -251,8 +360,16 @@ class Scheduler:
         return result
 
     def _preferences(self) -> dict[str, float]:
+        seen = [name for name, trace in self.traces.items() if trace.prompts]
         if self.settings.policy == "mt_grpo":
-            return {name: math.exp(x) for name, x in self.logits.items() if self.traces[name].prompts}
+            return {name: math.exp(self.logits[name]) for name in seen}
+        if self.settings.policy == "patience":
+            return {name: self.prior[name] * self.scale[name] for name in seen}
+        if self.settings.policy == "bandit":
+            part = self.config["exploration"]
+            return {name: (1.0 - part) * self.arms[name] + part * self.prior[name] for name in seen}
+        if self.settings.policy in ("learnability", "tac"):
+            return self._by_spread()
         return self._by_way() if self.settings.policy == "straggler" else self._by_deficit()
 
     def _by_way(self) -> dict[str, float]:
@@ -345,23 +462,8 @@ class Scheduler:
         return {t.name: shares.get(t.name, 0.0) / total for t in self.settings.tasks}
 
     def quotas(self) -> dict[str, int]:
-        """Whole prompts by largest remainder, what rounding took or gave before included.
-
-        What a task without a share is owed goes to the others.
-        """
-        shares, total = self.shares(), self.settings.prompts_per_step
-        active = [name for name, share in shares.items() if share > 0.0]
-        carried = {name: self.carry.get(name, 0.0) for name in active}
-        rest = total - math.fsum(carried.values())
-        owed = {name: shares[name] * rest + carried[name] for name in active}
-        counts = {name: max(0, math.floor(owed.get(name, 0.0))) for name in shares}
-        while (left := total - sum(counts.values())) != 0:
-            able = active if left > 0 else [name for name in active if counts[name] > 0]
-            remainder = {name: round(owed[name] - counts[name], 9) for name in able}
-            extreme = max(remainder.values()) if left > 0 else min(remainder.values())
-            first = min((n for n in able if remainder[n] == extreme), key=lambda n: (self.ranks[n], n))
-            counts[first] += 1 if left > 0 else -1
-        self.carry = {name: owed[name] - counts[name] for name in active}
+        total = self.settings.prompts_per_step
+        counts, self.carry = apportioned(self.shares(), total, self.carry, self.ranks)
         return counts
 
     def carry_over(self, short: Mapping[str, int]) -> None:

@@ -60,6 +60,11 @@ POLICIES: dict[str, dict[str, float]] = {
     "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 4.0},
     "straggler": _AVERAGES | {"exponent": 1.5},
     "mt_grpo": _AVERAGES | {"smoothing": 0.2, "rate": 1.0, "level_weight": 0.5},
+    "learnability": _AVERAGES | {"smoothing": 0.2, "temperature": 0.1},
+    "tac": _AVERAGES | {"smoothing": 0.2, "temperature": 0.1, "alpha": 1.0, "gradients_every": 2},
+    "bandit": _AVERAGES | {"rate": 0.1, "share": 0.01, "exploration": 0.1},
+    "patience": _AVERAGES
+    | {"patience": 50, "min_delta": 0.01, "factor": 0.7, "max_change": 10.0, "literal": False},
     "static": _AVERAGES,
     "uniform": _AVERAGES,
 }
@@ -96,6 +101,14 @@ class ConstraintRule:
 
 
 @dataclass(kw_only=True)
+class Curriculum:
+    by: str
+    """``pass_rate``, or a column of the rows."""
+    pools: int = 5
+    floor: float = 0.1
+
+
+@dataclass(kw_only=True)
 class Task:
     name: str
     type: str = "grpo"
@@ -126,8 +139,11 @@ class Task:
     max_turns: int = 0
     """Most answers of an episode; 0 = no world, one response."""
     eval_samples: int = 1
+    solved_at: float | None = None
+    """None: the good end of the range of the primary metric."""
     max_episode_tokens: int = 0
     """0 = ``max_turns`` whole answers."""
+    curriculum: Curriculum | None = None
     given: dict[str, Any] = field(init=False)
     """``config`` without the defaults."""
 

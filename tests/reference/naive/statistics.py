@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from .experience import credited_rewards, groups_of, has_spread, overall_cost
@@ -107,19 +107,21 @@ def given_before(answers: Sequence[Answer]) -> list[int]:
 
 
 def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[str, Number]:
-    """pass@j: the chance that one of j responses to a prompt reaches the good end of its range."""
+    """pass@j: the chance that one of j responses to a prompt reaches ``solved_at`` or the good end."""
     name, final = task.primary_metric, last_attempts(attempts)
     found: dict[str, Number] = {}
-    if task.eval_samples == 1 or task.range_of(name) is None:
+    if task.eval_samples == 1 or (task.solved_at is None and task.range_of(name) is None):
         return found
     values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
     side = 1 if task.higher_is_better else -1
     prompts: dict[object, list[bool]] = {a.group: [] for a in final}
     for a, value in zip(final, values, strict=True):
         if not math.isnan(value):
-            ends = (applied_ranges(task, [a]) if name == "reward" else []) or [task.range_of(name)]
-            assert ends[0] is not None
-            good = ends[0][1] if side > 0 else ends[0][0]
+            good = task.solved_at
+            if good is None:
+                ends = (applied_ranges(task, [a]) if name == "reward" else []) or [task.range_of(name)]
+                assert ends[0] is not None
+                good = ends[0][1] if side > 0 else ends[0][0]
             prompts[a.group].append(not a.refused and side * (value - good) >= -1e-9)
     for j in sorted({2**i for i in range(9) if 2**i <= task.eval_samples} | {task.eval_samples}):
         rates = []
@@ -131,20 +133,56 @@ def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> d
     return found
 
 
+def majority(
+    task: Task, attempts: Sequence[Attempt], refused: Refused, read: Callable[[Attempt, str], str]
+) -> Number | None:
+    """maj@k: the mean value of a prompt's most frequent answer, of several such ones the mean of theirs.
+
+    Responses without an answer do not vote, unless all have none; without any answer there is no number.
+    ``read``: attempt, reward -> the answer that the reward read.
+    """
+    name, final = task.primary_metric, last_attempts(attempts)
+    names = [r.name for r in task.rewards] if name == "reward" else [name]
+    answers = []
+    for a in final:
+        scored = [n for n in names if isinstance(a.values.get(n), float)]
+        answers.append(next((said for n in scored if (said := read(a, n))), ""))
+    if task.eval_samples == 1 or not any(answers):
+        return None
+    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    prompts: dict[object, list[tuple[str, float]]] = {a.group: [] for a in final}
+    for a, answer, value in zip(final, answers, values, strict=True):
+        if not math.isnan(value):
+            prompts[a.group].append((answer, value))
+    found = []
+    for votes in prompts.values():
+        said = [answer for answer, _ in votes if answer]
+        most = max(map(said.count, said), default=0)
+        means = []
+        for answer in {a for a, _ in votes if said.count(a) == most}:
+            own = [value for a, value in votes if a == answer]
+            means.append(math.fsum(own) / len(own))
+        found.append(math.fsum(means) / len(means) if means else math.nan)
+    direction = "higher" if task.higher_is_better else "lower"
+    return number(found, list(prompts), direction, task.range_of(name))
+
+
 def violates(attempt: Attempt) -> float:
     """1 where a constraint is violated, 0 where none is, NaN where none concerns the response."""
     concerned = [v for v in attempt.verdicts.values() if isinstance(v, tuple)]
     return float(any(violated for _, violated in concerned)) if concerned else math.nan
 
 
-def shown_rewards(task: Task, attempts: Sequence[Attempt], refused: Refused) -> list[list[float]]:
+def shown_by_group(
+    task: Task, attempts: Sequence[Attempt], refused: Refused
+) -> dict[tuple[str, int], list[float]]:
     """Rewards of the slots of every group that has any."""
     final = last_attempts(attempts)
     found: dict[tuple[str, int], list[float]] = {}
     for a, value in zip(final, slot_values(task, "reward", final, "higher", refused, "reward"), strict=True):
         if not math.isnan(value):
             found.setdefault(a.group, []).append(value)
-    return list(found.values())
+    return found
 
 
 def applied_ranges(task: Task, attempts: Sequence[Attempt]) -> list[tuple[float, float]]:

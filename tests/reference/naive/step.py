@@ -14,6 +14,7 @@ from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
 from .experience import (
     World,
+    credited_rewards,
     given_answer,
     groups_of,
     is_informative,
@@ -37,6 +38,7 @@ from .loss import (
 )
 from .model import before_each_token, logits_of, merged, scores_of
 from .optimizer import AdamW, clipped, schedule
+from .pools import Pools
 from .quantiles import check_draws
 from .records import Answer, Attempt, Number, Sample, number
 from .settings import Anchor, Asked, Settings, Task
@@ -44,8 +46,9 @@ from .statistics import (
     Refused,
     applied_ranges,
     describe,
+    majority,
     primary,
-    shown_rewards,
+    shown_by_group,
     solved_rates,
     step_statistics,
 )
@@ -79,10 +82,20 @@ class Given:
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
     held_out_world: World | None = None
+    read: Callable[[Attempt, str], str] = lambda attempt, reward: ""
+    """Response, reward -> the answer that the reward reads in it."""
     teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weights of the teacher of each task that has one."""
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
     """task -> what chance drew from its buffer in this step: draw and sample, quantile."""
+    order: Callable[[str], list[int]] = lambda task: []
+    """task -> its rows in the order of their first draws, where a curriculum chooses."""
+    column: Callable[[str], Mapping[int, float | str] | None] = lambda task: None
+    """task -> the column that sorts its rows into pools; None: the pass rate does."""
+    chosen: dict[str, dict[int, int]] = field(default_factory=dict)
+    """Task with a curriculum -> row of each draw, told by the run."""
+    compared: Callable[[], Mapping[str, Mapping[str, float]]] = dict
+    """Task -> ``grad_norm`` and cosines that the product found in this step."""
 
 
 @dataclass(kw_only=True)
@@ -108,6 +121,8 @@ class Result:
     numbers: dict[str, dict[str, Number]]
     margin: float
     """How close the closest discontinuous decision was."""
+    parts: dict[str, Tensor]
+    """Each task's part of the actor's gradient in the first update, where the step compares them."""
 
 
 @dataclass
@@ -160,6 +175,13 @@ class Run:
         """What the actor wrote for an anchor without given texts."""
         for seen in self.given.past:
             self.scheduler.observe(seen)
+        late_steps = self.settings.max_staleness if self.settings.quorum < 1.0 else 0
+        self.pools = {
+            t.name: Pools(t.curriculum, self.given.order(t.name), self.given.column(t.name), late_steps)
+            for t in self.settings.tasks
+            if t.curriculum
+        }
+        self.parts: dict[str, Tensor] | None = None
 
     @property
     def lag(self) -> int:
@@ -179,6 +201,9 @@ class Run:
             while left:
                 number = self.draws[task.name]
                 self.draws[task.name] += 1
+                if task.name in self.pools and number not in self.given.chosen[task.name]:
+                    rows = self.pools[task.name].next(left, number)
+                    self.given.chosen[task.name] |= dict(enumerate(rows, number))
                 control = []
                 if task.type == "sft":
                     given = given_answer(
@@ -259,6 +284,12 @@ class Run:
 
     def reopen(self) -> None:
         """Go on from a checkpoint: it leaves out what is sampled ahead, and owes late groups."""
+        for name, pools in self.pools.items():
+            if self.ahead and self.ahead[0].drawn_before[name] < self.draws[name]:
+                first = self.ahead[0].drawn_before[name]
+                pools.undo(first)
+                for draw in range(first, self.draws[name]):
+                    del self.given.chosen[name][draw]
         if self.ahead:
             self.draws = dict(self.ahead[0].drawn_before)
         for batch in self.ahead:
@@ -460,6 +491,13 @@ class Run:
             self.margins,
         )
         loss = sum((w * own.sum() for (_, w), own in zip(active, losses, strict=True)), torch.zeros(()))
+        if self.parts is not None and not self.parts:
+            trained = [w for w in actor.values() if w.requires_grad]
+            for name in dict.fromkeys(s.task for s, _ in active):
+                pairs = zip(active, losses, strict=True)
+                own_loss = sum((w * x.sum() for (s, w), x in pairs if s.task == name), torch.zeros(()))
+                own_parts = torch.autograd.grad(own_loss, trained, retain_graph=True, materialize_grads=True)
+                self.parts[name] = torch.cat([g.flatten() for g in own_parts])
         loss.backward()  # type: ignore[no-untyped-call]
         found = {n: w.grad for n, w in leaves.items() if w.grad is not None}
         gradients: dict[str, Tensor] = {}
@@ -507,6 +545,8 @@ class Run:
             own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
             rates = solved_rates(task, attempts, memory)
             own |= {f"{task.name}/{k}": v for k, v in rates.items()}
+            most = majority(task, attempts, memory, self.given.read)
+            own |= {} if most is None else {f"{task.name}/maj@{task.eval_samples}": most}
             main = primary(task, attempts, memory)
             numbers |= own | ({task.name: main} if main is not None else {})
             ends[task.name] = task.range_of(task.primary_metric)
@@ -602,6 +642,9 @@ class Run:
         for s in samples:
             s.is_active = can_matter(settings[s.task], self.kls[s.task].beta, s)
         sums = TokenSums()
+        every = settings.of_policy.get("gradients_every", 0)
+        is_compared = every > 0 and self.step_number % every == 0 and len(settings.tasks) > 1
+        self.parts = {} if is_compared else None
         updates = self.update(samples, self.loss_shares(batch.quotas, kept, samples), teacher, sums)
         decay = settings.reference_decay
         now = merged(self.weights)
@@ -615,16 +658,32 @@ class Run:
             own["kl_coefficient"] = self.kls[task.name].beta
         num_trained = {task.name: self.num_informative(task, kept) for task in settings.tasks}
         num_drawn, seen = len({a.group for a in drawn}), {}
+        compared = self.given.compared() if self.parts is not None else {}
         for task in settings.tasks:
             attempts = [a for a in drawn if a.task == task.name]
             n, spread, mean, std, headroom, own_numbers = step_statistics(
                 task, attempts, self.refused[task.name]
             )
-            shown = shown_rewards(task, attempts, self.refused[task.name])
-            ends = applied_ranges(task, attempts)
-            seen[task.name] = Seen(n, spread, mean, shown, headroom, ends)
-            numbers[task.name] = own_numbers
+            shown = shown_by_group(task, attempts, self.refused[task.name])
             own = metrics[task.name]
+            even = mean
+            if (pools := self.pools.get(task.name)) is not None:
+                judged = {g[1]: credited_rewards(task, a) for g, a in groups_of(attempts).items()}
+                if judged:
+                    pools.observe(judged, {g[1]: x for g, x in shown.items()}, self.step_number)
+                    even += pools.shift()
+                own |= pools.metrics()
+            seen[task.name] = Seen(
+                n,
+                spread,
+                even,
+                list(shown.values()),
+                headroom,
+                std,
+                applied_ranges(task, attempts),
+                {o.removeprefix("cosine/"): c for o, c in compared.get(task.name, {}).items() if "/" in o},
+            )
+            numbers[task.name] = own_numbers
             own |= {"reward_std": std, "informative_rate": spread / n if n else math.nan}
             if math.isfinite(headroom):
                 own["headroom"] = headroom
@@ -651,6 +710,7 @@ class Run:
             metrics=metrics,
             numbers=numbers,
             margin=min(self.margins, default=math.inf),
+            parts=self.parts or {},
         )
 
     def loss_shares(

@@ -173,12 +173,26 @@ def test_undone_draws_leave_what_was_heard_of_others(spec) -> None:
         if pooled is ahead:
             pooled.undo(before)
     found, wanted = ahead.state_dict(), alone.state_dict()
-    pools = [state["curriculum"].pop("pools") for state in (found, wanted)]
     assert found == wanted
-    # but for the order of rows that went back to the front of another pool
-    assert [sorted(pool) for pool in pools[0].values()] == [sorted(pool) for pool in pools[1].values()]
-    if spec is BY_LEVEL:
-        assert pools[0] == pools[1]
+
+
+def test_the_row_drawn_longest_ago_is_next_though_its_group_came_late() -> None:
+    pooled = PooledStream(ROWS[:4], task="math", seed=0, spec=BY_RATE, late_steps=2)
+    first, *others = pooled.next(4)
+    pooled.observe({draw: [1.0, 1.0] for draw, _ in others}, 0)
+    pooled.observe({first[0]: [1.0, 1.0]}, 1)
+    assert [row for _, row in pooled.next(4)] == [row for _, row in (first, *others)]
+
+
+def test_the_row_drawn_longest_ago_is_next_though_others_were_drawn_ahead() -> None:
+    pooled = stream(BY_RATE, ROWS[:8])
+    drawn = pooled.next(8)
+    pooled.observe({draw: [1.0, 1.0] for draw, _ in drawn[:4]}, 0)
+    ahead = pooled.next(2)
+    pooled.observe({draw: [1.0, 1.0] for draw, _ in drawn[4:]}, 1)
+    pooled.observe({draw: [1.0, 1.0] for draw, _ in ahead}, 2)
+    waiting = [row for _, row in drawn if row not in [row for _, row in ahead]]
+    assert [row for _, row in pooled.next(6)] == waiting
 
 
 def test_state_between_drawing_and_hearing_survives() -> None:

@@ -1,6 +1,7 @@
 """Norms and cosines of the tasks' gradients, against a loop over samples in float64."""
 
 import copy
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -85,6 +86,20 @@ def test_the_update_is_the_same_and_the_parts_are_those_of_each_task_alone(rank)
         assert found[task]["grad_norm"] == pytest.approx(float(alone[task].norm()), rel=1e-4)
     cosine = float(nn.functional.cosine_similarity(alone["a"], alone["b"], dim=0))
     assert found["a"]["cosine/b"] == pytest.approx(cosine, abs=1e-4)
+
+
+def test_minibatches_before_the_first_update_do_not_end_the_comparison():
+    """Here nearly all minibatches hold groups of equal rewards alone: they make no update."""
+    bench = Bench(layout="shared", num_minibatches=12)
+    bench.algorithms["a"] = GRPO(GRPO.Config())
+    bench.tasks["a"] = LearnerTask(spec=TaskSpec(name="a"), algorithm=bench.algorithms["a"])
+    scored = [
+        replace(s, reward=float(s.rollout.prompt.draw == s.rollout.sample == 0))
+        for s in sample_scored(bench.actor, "a")
+    ]
+    report = bench.update(scored, {"a": 1.0}, compare=True)
+    assert 0 < report.metrics["updates"] < 12
+    assert report.task_metrics["a"]["grad_norm"] > 0.0
 
 
 def test_a_task_without_a_gradient_has_no_cosine():
