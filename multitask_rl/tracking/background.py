@@ -120,7 +120,7 @@ class BackgroundWriter(threading.Thread):
             self._num_failed_in_row = 0
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
             if self._num_failed_in_row == 0:
-                text = "%s refused a write (the run goes on; further refusals are counted): %r"
+                text = "%s refused a write (the run goes on; further refusals are counted): %.300r"
                 _LOG.warning(text, self.name, error)
             self.num_failed += size
             self._num_failed_in_row += 1

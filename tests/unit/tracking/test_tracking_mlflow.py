@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -160,6 +161,24 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
     assert any("refused a write" in message for message in messages)
     assert any("writes lost" in message for message in messages)
     assert len(messages) <= 3
+
+
+def test_a_database_without_room_is_told_in_lines_not_in_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for step in range(20):
+            tracker.log_metrics({f"task/of_a_long_name_{k}/reward_mean": step / 7 for k in range(20)}, step)
+        tracker.finish("finished")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "refused a write" in caplog.text
+    assert max(map(len, caplog.text.splitlines())) < 700
+    assert "Traceback" not in caplog.text
 
 
 def _wait_for(caplog: pytest.LogCaptureFixture, text: str) -> None:
@@ -417,6 +436,23 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
     assert num_made[0] > 20
     assert num_made[1] == 0
     assert len(list((tmp_path / "cache" / "multitask_rl").iterdir())) == 1
+
+
+def test_a_database_for_which_the_disk_has_no_room_leaves_no_part_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for cache in ("empty", "filled"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        if cache == "filled":
+            MLflowTracker(tmp_path / "first" / "run", TrackingConfig(), None).start({})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+        try:
+            with pytest.raises(Exception, match="disk|File too large"):
+                adapter._make_database(tmp_path / "mlflow.db")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not [path for path in tmp_path.iterdir() if path.is_file()]
 
 
 def test_runs_that_start_at_once_beside_each_other_make_one_database(tmp_path: Path) -> None:
