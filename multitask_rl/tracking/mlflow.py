@@ -356,15 +356,24 @@ class MLflowTracker(Tracker):
             self._worker.put(self._meet_record)
 
     def _open(self, parameters: Mapping[str, Any]) -> None:
-        """Connect, and create the run or reopen ``run_id``."""
+        """Connect, and create the run or reopen ``run_id``; one that the store lacks is made anew."""
+        from mlflow.exceptions import MlflowException
+
         if not self._config.uri:
             _make_database(self._store)
         self._client = _client(self.uri)
         with _asking_briefly():
+            if self.run_id is not None:
+                try:
+                    self._client.update_run(self.run_id, status="RUNNING")
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                        raise
+                    text = "MLflow at %s has no such run as %s any more: a new one gets the whole record"
+                    _LOG.warning(text, redact_text(self.uri), self.run_id)
+                    self.run_id = None
             if self.run_id is None:
                 self.run_id = self._find_or_create_run(parameters)
-            else:
-                self._client.update_run(self.run_id, status="RUNNING")
             self._run = self.run_id
             run = self._client.get_run(self._run)
         self._experiment = str(run.info.experiment_id)

@@ -290,6 +290,31 @@ def test_a_server_that_is_away_as_a_resumed_run_asks_it_for_its_points_gets_none
     assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(1, 5)]
 
 
+def test_a_resumed_run_that_the_store_lacks_is_made_there_with_its_whole_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database was deleted, or ``tracking.uri`` names another one."""
+    known = None
+    for uri, steps in (("", (1, 2)), (f"sqlite:///{tmp_path / 'other' / 'mlflow.db'}", (3, 4))):
+        config = TrackingConfig(trackers=["mlflow"], uri=uri)
+        record = JsonlTracker(tmp_path / "run", config, None)
+        run = Trackers(tmp_path / "run", config, known, {"own": record})
+        (tmp_path / "other").mkdir(exist_ok=True)
+        run.start({}, resume_step=None if known is None else 2)
+        for step in steps:
+            run.log_metrics({"x": float(step)}, step)
+            run.log_event(Event(step=step, source="guard", kind="alarm", reason="fell"))
+        run.finish("stopped")
+        former, known = known, run.run_id
+    assert former != known
+    run_id = json.loads(str(known))["mlflow"]
+    assert _points(tmp_path / "other", run_id, "x") == [(step, float(step)) for step in range(1, 5)]
+    found = adapter._client(uri).get_run(run_id)
+    assert found.data.tags["event.guard.alarm"].startswith("4 x, last at step 4")
+    assert "has no such run" in caplog.text
+    assert "lost" not in caplog.text
+
+
 def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
     tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
     for name, first, number in (("at_a_glance/held_out", 99, 454), ("train/loss", 19, 102), ("x", 19, 102)):
@@ -448,7 +473,7 @@ def test_a_database_for_which_the_disk_has_no_room_leaves_no_part_of_itself(
             MLflowTracker(tmp_path / "first" / "run", TrackingConfig(), None).start({})
         resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
         try:
-            with pytest.raises(Exception, match="disk|File too large"):
+            with pytest.raises(Exception, match=r"disk|File too large"):
                 adapter._make_database(tmp_path / "mlflow.db")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -531,6 +556,19 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
     writer.close(timeout_s=0.05)
     assert writer.num_failed == 1 + 6
     done.set()
+
+
+def test_a_server_that_refuses_some_of_the_calls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise ConnectionError("away")
+
+    writer = BackgroundWriter("a server", lambda points: None)
+    writer.start()
+    for call in [refuse, lambda: None] * 10:
+        writer.put(call)
+    writer.close(10.0)
+    assert writer.num_failed == 10
+    assert caplog.text.count("refused a write") == 1
 
 
 def test_a_full_queue_and_the_writes_share_the_time_of_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
