@@ -17,7 +17,6 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
-from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.state import RunProgress, RunState
@@ -47,7 +46,6 @@ class Supervisor:
     state: RunState
     store: RunStore
     trackers: Trackers
-    actor: Actor
     engine: RolloutEngine
     tasks: Mapping[str, TaskState]
     scheduler: DynamicTaskWeightScheduler
@@ -299,16 +297,16 @@ class Supervisor:
             return self.evaluator.evaluate(step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate(self.progress.step)
-        restore = self.actor.keep_weights()
+        restore = self.state.actor.keep_weights()
         self._has_other_weights = True
         try:
-            self.actor.load_weights(actor_dir)
-            push_weights(self.engine, self.actor)
+            self.state.actor.load_weights(actor_dir)
+            push_weights(self.engine, self.state.actor)
             reference = evaluate(good_step)
         finally:
             with finishing():
                 restore()
-                push_weights(self.engine, self.actor)
+                push_weights(self.engine, self.state.actor)
                 self._has_other_weights = False
         return current, reference
 
@@ -338,7 +336,7 @@ class Supervisor:
         self.progress.evaluated_at = self.progress.saved_at = target.step
         self._known = self.store.checkpoints.entries[target.step]
         self.progress.num_confirmations = num_confirmations
-        push_weights(self.engine, self.actor)
+        push_weights(self.engine, self.state.actor)
         self.note(guard.rolled_back(target, step=target.step))
         return True
 
