@@ -322,14 +322,13 @@ class Supervisor:
             return False
         target, checkpoint = found
         num_confirmations = self.progress.num_confirmations
-        cursors = {n: t.stream.state_dict() for n, t in self.tasks.items() if t.stream is not None}
+        streams = [task.stream for task in self.tasks.values() if task.stream is not None]
+        cursors = [stream.state_dict() for stream in streams]
         self.experience.clear()
         self.state.restore(checkpoint, without=["scorer", "guard"])
         if decision.adjustments.skip_data:
-            for name, cursor in cursors.items():
-                stream = self.tasks[name].stream
-                if stream is not None:
-                    stream.skip_to(cursor)
+            for stream, cursor in zip(streams, cursors, strict=True):
+                stream.skip_to(cursor)
         self.store.checkpoints.forget_after(target.step)
         former = former_names(self.store.read_config())
         repeat_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", target.step, former)
