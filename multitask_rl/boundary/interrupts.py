@@ -1,7 +1,8 @@
 """Signals that end a run: SIGINT, SIGTERM and SIGHUP raise an exception, and the run saves its state.
 
 The first signal waits for the update in progress and its records: it raises where sampling or an evaluation
-begins. A second signal raises at once.
+begins. A second signal raises at once. If code of a user or library swallows the exception, it is raised
+again where the next sampling or evaluation begins.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class _Waiting:
     is_told = False
     """A signal was answered."""
     raised: Any = None
-    """The last signal for which ``Terminated`` was raised."""
+    """The last signal of this block of ``stopping_on_signals`` for which ``Terminated`` was raised."""
     show: Callable[[str], bool] | None = None
     """Shows an answer; it returns whether the answer was shown."""
 
@@ -54,8 +55,7 @@ def stopping_on_signals() -> Iterator[None]:
         return
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
-    _waiting.number, _waiting.is_told, _waiting.show, _waiting.raised = None, False, None, None
-    _waiting.is_handling = True
+    _waiting.is_told, _waiting.is_handling = False, True
     try:
         for number in before:
             signal.signal(number, _handle)
@@ -68,7 +68,8 @@ def stopping_on_signals() -> Iterator[None]:
         raise Terminated(came) from error
     finally:
         _waiting.is_handling = False
-        _waiting.number, _waiting.show = None, None  # what has ended does not stop what comes next
+        # what has ended does not stop what comes next
+        _waiting.number, _waiting.raised, _waiting.show = None, None, None
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -103,9 +104,14 @@ def between_stages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let signals raise in this part of a block of ``between_stages``; one that waits raises at the start."""
+    """Let signals raise in this part of a block of ``between_stages``.
+
+    A signal that waits raises at the start. So does one whose exception was swallowed.
+    """
     is_between, _waiting.is_between = _waiting.is_between, False
     try:
+        if _waiting.raised is not None:
+            raise Terminated(_waiting.raised)
         check_interrupt()
         yield
     finally:

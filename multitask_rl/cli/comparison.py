@@ -52,6 +52,8 @@ from multitask_rl.tracking.spending import COSTS, Spending, read_spending
 _MOST_KEYS = 3
 """Most configuration keys with a column in the table of arms."""
 _MOST_NAME = 60
+_MOST_VALUE = 60
+"""Longest value of a configuration key in a table; a longer one has a line of its own."""
 _MOST_TABLES = 4
 """Most comparisons printed as tables of their own; with more, only the table of arms is printed."""
 
@@ -731,7 +733,10 @@ def render_comparison(
         parts.append("tasks in only one of them: " + ", ".join(result["only_in_one"]))
     if result["config"]:
         rows = [[key, *map(_plain, pair)] for key, pair in result["config"].items()]
-        parts.append(ruled([["configuration", "base", "other"], *rows]))
+        short = [row for row in rows if max(map(len, row)) <= _MOST_VALUE]
+        table = [ruled([["configuration", "base", "other"], *short])] if short else []
+        table += [f"{key}\n  base:  {a}\n  other: {b}" for key, a, b in rows if [key, a, b] not in short]
+        parts.append("\n".join(table))
     elif result["config"] is not None:
         parts.append("the configurations do not differ (seeds are not compared)")
     return "\n\n".join(parts)

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -266,13 +266,16 @@ def _hydra_environment(arguments: list[str]) -> Iterator[None]:
     argv, full_error = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [argv[0] if argv else "multitask-rl", *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    tells, logging.raiseExceptions = logging.raiseExceptions, False  # a full disk: no traceback a record
     try:
         yield
     finally:
+        logging.raiseExceptions = tells
         for handler in [h for h in logging.getLogger().handlers if h not in before]:
             if isinstance(handler, logging.FileHandler):
                 logging.getLogger().removeHandler(handler)
-                handler.close()
+                with suppress(OSError):  # it would replace the error that ends the run
+                    handler.close()
         sys.argv = argv
         if full_error is None:
             del os.environ["HYDRA_FULL_ERROR"]

@@ -205,7 +205,6 @@ def build_parts(
             state=state,
             store=store,
             trackers=trackers,
-            actor=actor,
             engine=engine,
             tasks=tasks,
             scheduler=scheduler,

@@ -412,7 +412,10 @@ class RunStore:
 
     def recorded_tasks(self) -> Mapping[str, Any]:
         """Return the tasks of the run whose checkpoint this run is about to go on from; else none."""
-        tasks = self.read_config(self._owner).get("tasks") if self._found is not None else None
+        return self._former_tasks() if self._found is not None else {}
+
+    def _former_tasks(self) -> Mapping[str, Any]:
+        tasks = self.read_config(self._owner).get("tasks")
         return tasks if isinstance(tasks, Mapping) else {}
 
     def settings(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
@@ -438,9 +441,7 @@ class RunStore:
 
     def _former_names(self, specs: Mapping[str, TaskSpec]) -> dict[str, list[str]]:
         """Return present name -> former names of renamed tasks; earlier records of the run have these."""
-        tasks = self.read_config(self._owner).get("tasks")
-        before = tasks if isinstance(tasks, Mapping) else {}
-        found = {}
+        before, found = self._former_tasks(), {}
         for name, spec in specs.items():
             own = before.get(name) or before.get(spec.renamed_from) or {}
             names = {*own.get("former_names", ()), spec.renamed_from} - {"", *specs}

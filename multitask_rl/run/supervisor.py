@@ -18,7 +18,6 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
-from multitask_rl.models.actor import Actor
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.state import RunProgress, RunState
@@ -48,7 +47,6 @@ class Supervisor:
     state: RunState
     store: RunStore
     trackers: Trackers
-    actor: Actor
     engine: RolloutEngine
     tasks: Mapping[str, TaskState]
     scheduler: DynamicTaskWeightScheduler
@@ -311,16 +309,16 @@ class Supervisor:
             return self.evaluator.evaluate(step, tasks=[task], purpose=purpose)[task]
 
         current = evaluate(self.progress.step)
-        restore = self.actor.keep_weights()
+        restore = self.state.actor.keep_weights()
         self._has_other_weights = True
         try:
-            self.actor.load_weights(actor_dir)
-            push_weights(self.engine, self.actor)
+            self.state.actor.load_weights(actor_dir)
+            push_weights(self.engine, self.state.actor)
             reference = evaluate(good_step)
         finally:
             with finishing():
                 restore()
-                push_weights(self.engine, self.actor)
+                push_weights(self.engine, self.state.actor)
                 self._has_other_weights = False
         return current, reference
 
@@ -336,21 +334,20 @@ class Supervisor:
             return False
         target, checkpoint = found
         num_confirmations = self.progress.num_confirmations
-        cursors = {n: t.stream.state_dict() for n, t in self.tasks.items() if t.stream is not None}
+        streams = [task.stream for task in self.tasks.values() if task.stream is not None]
+        cursors = [stream.state_dict() for stream in streams]
         self.experience.clear()
         self.state.restore(checkpoint, without=["scorer", "guard"])
         if decision.adjustments.skip_data:
-            for name, cursor in cursors.items():
-                stream = self.tasks[name].stream
-                if stream is not None:
-                    stream.skip_to(cursor)
+            for stream, cursor in zip(streams, cursors, strict=True):
+                stream.skip_to(cursor)
         self.store.checkpoints.forget_after(target.step)
         former = former_names(self.store.read_config())
         repeat_evaluations(Path(self.config.output_dir) / "evaluations.jsonl", target.step, former)
         self.progress.evaluated_at = self.progress.saved_at = target.step
         self._known = self.store.checkpoints.entries[target.step]
         self.progress.num_confirmations = num_confirmations
-        push_weights(self.engine, self.actor)
+        push_weights(self.engine, self.state.actor)
         self.note(guard.rolled_back(target, step=target.step))
         return True
 

@@ -58,7 +58,7 @@ class BackgroundWriter(threading.Thread):
         self._queue: queue.Queue[Callable[[], None] | list[Any] | None] = queue.Queue(maxsize=max_queued)
         self.num_failed = 0
         """Points and calls that were lost."""
-        self._num_failed_in_row = 0
+        self._num_failed_in_row, self._is_told = 0, False
         self._resting_until_s = 0.0 if opens is None else time.monotonic() + _REST_S
 
     def put(self, item: Callable[[], None] | list[Any]) -> None:
@@ -119,8 +119,9 @@ class BackgroundWriter(threading.Thread):
                 call()
             self._num_failed_in_row = 0
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-            if self._num_failed_in_row == 0:
-                text = "%s refused a write (the run goes on; further refusals are counted): %r"
+            if not self._is_told:
+                self._is_told = True
+                text = "%s refused a write (the run goes on; further refusals are counted): %.300r"
                 _LOG.warning(text, self.name, error)
             self.num_failed += size
             self._num_failed_in_row += 1

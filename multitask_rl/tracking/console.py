@@ -28,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from multitask_rl.boundary.printable import aligned, printable
-from multitask_rl.config.run import TrackingConfig
+from multitask_rl.config.run import RECORD, TrackingConfig
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.tracking.base import ALARM_KINDS, Tracker
 from multitask_rl.tracking.jsonl import dump_line
@@ -236,8 +236,10 @@ class ConsoleTracker(Tracker):
             setting = f"output_dir={self._output_dir}"
             if not re.fullmatch(r"[\w./+-]*", str(self._output_dir)):  # quoted for Hydra, too
                 setting = shlex.quote(f'output_dir="{self._output_dir}"')
-            start = "the same script with" if self._needs_script else "multitask-rl train"
-            follows = f"{start} {setting} {where}"
+            start = f"{'the same script with' if self._needs_script else 'multitask-rl train'} {setting}"
+            if not self._needs_script and not (self._output_dir / RECORD).is_file():
+                start = "the same command"  # the run ended before it wrote its configuration
+            follows = f"{start} {where}"
         if self._mode == "json":
             self._write_json(self._step, {"status": status})
         else:

@@ -180,8 +180,8 @@ def _client(uri: str) -> MlflowClient:
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     from mlflow import MlflowClient
 
-    for noisy in ("alembic", "mlflow.store.db.utils"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # the tracker tells of errors
     return MlflowClient(tracking_uri=uri or None)
 
 
@@ -201,21 +201,24 @@ def _make_database(path: Path) -> None:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "multitask_rl"
     template = cache / f"mlflow-{version('mlflow')}.db"
     try:
-        shutil.copyfile(template, aside)
-    except OSError:
-        _client(f"sqlite:///{aside}").search_experiments(max_results=1)
-        with contextlib.closing(sqlite3.connect(aside, isolation_level=None)) as database:
-            database.execute("DELETE FROM experiments")  # the default one, whose artifacts would lie here
-        with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
-            cache.mkdir(parents=True, exist_ok=True)
-            copy = template.with_name(f"{template.name}.{uuid.uuid4().hex}")
-            copy.write_bytes(aside.read_bytes())
-            with copy.open("rb+") as stream:
-                os.fsync(stream.fileno())
-            copy.replace(template)
-    with contextlib.suppress(FileExistsError):  # another run has made it meanwhile
-        os.link(aside, path)
-    aside.unlink()
+        try:
+            shutil.copyfile(template, aside)
+        except OSError:
+            aside.unlink(missing_ok=True)  # a part of a copy
+            _client(f"sqlite:///{aside}").search_experiments(max_results=1)
+            with contextlib.closing(sqlite3.connect(aside, isolation_level=None)) as database:
+                database.execute("DELETE FROM experiments")  # the default one, whose artifacts would lie here
+            with contextlib.suppress(OSError):  # a cache that cannot be written saves no time
+                cache.mkdir(parents=True, exist_ok=True)
+                copy = template.with_name(f"{template.name}.{uuid.uuid4().hex}")
+                copy.write_bytes(aside.read_bytes())
+                with copy.open("rb+") as stream:
+                    os.fsync(stream.fileno())
+                copy.replace(template)
+        with contextlib.suppress(FileExistsError):  # another run has made it meanwhile
+            os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -331,7 +334,7 @@ class MLflowTracker(Tracker):
         except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
             text = (
                 "%s cannot be opened; the run goes on, tries again each minute, and at its end sends what "
-                "MLflow missed: %r"
+                "MLflow missed: %.300r"
             )
             _LOG.warning(text, target, error)
             opens = partial(self._open, parameters)
@@ -353,15 +356,24 @@ class MLflowTracker(Tracker):
             self._worker.put(self._meet_record)
 
     def _open(self, parameters: Mapping[str, Any]) -> None:
-        """Connect, and create the run or reopen ``run_id``."""
+        """Connect, and create the run or reopen ``run_id``; one that the store lacks is made anew."""
+        from mlflow.exceptions import MlflowException
+
         if not self._config.uri:
             _make_database(self._store)
         self._client = _client(self.uri)
         with _asking_briefly():
+            if self.run_id is not None:
+                try:
+                    self._client.update_run(self.run_id, status="RUNNING")
+                except MlflowException as error:
+                    if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                        raise
+                    text = "MLflow at %s has no such run as %s any more: a new one gets the whole record"
+                    _LOG.warning(text, redact_text(self.uri), self.run_id)
+                    self.run_id = None
             if self.run_id is None:
                 self.run_id = self._find_or_create_run(parameters)
-            else:
-                self._client.update_run(self.run_id, status="RUNNING")
             self._run = self.run_id
             run = self._client.get_run(self._run)
         self._experiment = str(run.info.experiment_id)

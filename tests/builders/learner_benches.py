@@ -30,6 +30,7 @@ from multitask_rl.rollout.snapshot import build_engine
 from multitask_rl.training.backend import LearnerTask
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
+from multitask_rl.training.backends.sharded import Shards
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
@@ -56,10 +57,12 @@ class Bench:
         moments="float32",
         engine="hf",
         autocast=False,
+        actor_devices="cpu",
         **batch,
     ):
         self.actor = actor or build_actor()
         self.config = RunConfig(
+            device_map={"actor": actor_devices},
             rollout=RolloutConfig(engine=engine, engine_config={"weights": weights}),
             model=ModelConfig(autocast=autocast),
             batch=BatchConfig(layout=layout, tokens_per_microbatch=tokens, **batch),
@@ -146,7 +149,8 @@ class RanksBench(Bench):
         group=RankGroup,
         **kwargs,
     ):
-        super().__init__(**kwargs)
+        cut = f" sharded={parts or num_ranks // tensor} tensor={tensor}" if sharded else ""
+        super().__init__(actor_devices=f"cpu:0-{num_ranks - 1}{cut}", context_ranks=context, **kwargs)
         if checkpointing:
             self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.helpers = []
@@ -160,12 +164,9 @@ class RanksBench(Bench):
             self.config,
             start,
             devices=[("cpu", "cpu")] * num_ranks,
-            context=context,
-            sharded=sharded,
-            tensor=tensor,
-            parts=parts,
             host=host,
             num_threads=1,
+            shards=Shards if sharded else None,
         )
         self.use(ranks)
 

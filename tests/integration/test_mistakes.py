@@ -483,6 +483,19 @@ class Forgetful(Guard):
     assert "forgetful.py:6 in observe; not foreseen" in told
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_on_a_full_disk_costs_neither_the_run_nor_the_error_that_ends_it(space, capsys):
+    (space / "tasks.yaml").write_text(json.dumps({"tasks": {"copy": TASK}}))
+    (space / "full").mkdir()
+    (space / "full/train.log").symlink_to("/dev/full")
+    for key, code, errors in (("seed=0", 0, []), ("model.name_or_path=nowhere", 2, ["'nowhere'"])):
+        assert main([*TRAIN, "output_dir=full", key]) == code
+        told = capsys.readouterr().err
+        assert "Traceback" not in told
+        told = [line for line in told.splitlines() if line.startswith("error: ")]
+        assert [part in line for part, line in zip(errors, told, strict=True)] == [True] * len(errors)
+
+
 @contextlib.contextmanager
 def _held(directory: Path):
     """Let another process hold the directory."""

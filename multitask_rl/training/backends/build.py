@@ -24,6 +24,7 @@ from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_connections import Launch
 from multitask_rl.training.backends.rank_group import RankGroup
 from multitask_rl.training.backends.replica import serve
+from multitask_rl.training.backends.sharded import Shards
 from multitask_rl.training.runner import ModelRunner
 
 _BOOT = (
@@ -98,7 +99,7 @@ class TorchBackend(TrainingBackend):
         cls, runner: ModelRunner, tasks: Mapping[str, LearnerTask], config: RunConfig
     ) -> TrainingBackend:
         """See ``TrainingBackend``; errors as of ``RankGroup`` and ``RayRanks``."""
-        main, devices, layout = InProcess(runner, tasks, config), plan_ranks(config), actor_devices(config)
+        main, devices = InProcess(runner, tasks, config), plan_ranks(config)
         if len(devices) == 1:
             return main
         on_gpu = devices[0][0].startswith("cuda")
@@ -125,12 +126,9 @@ class TorchBackend(TrainingBackend):
                 config,
                 launch,
                 devices=devices,
-                context=config.batch.context_ranks,
-                sharded=layout.is_sharded,
-                tensor=layout.tensor,
-                parts=layout.parts,
                 host=host,
                 num_threads=threads,
+                shards=Shards if actor_devices(config).is_sharded else None,
             )
             undo.pop_all()
         return group

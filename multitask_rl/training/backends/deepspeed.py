@@ -68,7 +68,7 @@ class DeepSpeedBackend(TorchBackend):
     @classmethod
     def group(cls, *args: Any, **options: Any) -> RankGroup:
         """Return the ranks."""
-        return ZeroGroup(*args, **{**options, "sharded": True, "parts": 0, "shards": ZeroShards})
+        return ZeroGroup(*args, **{**options, "shards": ZeroShards})
 
     @classmethod
     def check(cls, config: RunConfig) -> None:

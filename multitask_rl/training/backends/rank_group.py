@@ -21,6 +21,7 @@ import torch
 
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.boundary.interrupts import check_interrupt, finishing
+from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.models.actor import Actor
@@ -56,16 +57,12 @@ class RankGroup(TrainingBackend):
     """The backend of several learner ranks; each computes with an ``InProcess`` of its own.
 
     Args:
-        main: backend of this process, with whole models; computes rank 0's part unless ``sharded``.
+        main: backend of this process, with whole models; computes rank 0's part unless models are cut.
         config, launch: the run, and how a rank is started.
         devices: [ranks] (actor's device, critic's device).
-        context: ranks that share a sequence.
-        sharded: every rank holds a part of actor and reference.
-        tensor: ranks that compute every layer together; above 1 only with ``sharded``.
-        parts: ranks with different samples that hold a copy together, if ``sharded``; 0 = all.
         host: address by which the other ranks reach this process.
         num_threads: of torch in each rank on a CPU; 0 = torch's choice.
-        shards: how models are cut if ``sharded``.
+        shards: cuts actor and reference, of which every rank then holds a part; None = ranks hold copies.
 
     Raises:
         ConfigError: the models cannot be sent, or cannot be computed in parts.
@@ -79,27 +76,22 @@ class RankGroup(TrainingBackend):
         launch: Launch,
         *,
         devices: Sequence[tuple[str, str]],
-        context: int = 1,
-        sharded: bool = False,
-        tensor: int = 1,
-        parts: int = 0,
         host: str = "127.0.0.1",
         num_threads: int = 0,
-        shards: type[Shards] = Shards,
+        shards: type[Shards] | None = None,
     ) -> None:
         self._main = main
         self._config = config
         self.optimizer = main.optimizer
         self.runner = runner = main.runner
-        self.num_ranks, self._tensor, self._peers = len(devices), tensor, context * tensor
+        layout, context = actor_devices(config), config.batch.context_ranks
+        self.num_ranks, self._tensor, self._peers = len(devices), layout.tensor, context * layout.tensor
         self._others = range(1, self.num_ranks)
-        if sharded:
-            check_shardable(runner, tensor, shards.settings)
-        else:
-            parts = 0
+        if shards is not None:
+            check_shardable(runner, layout.tensor, shards.settings)
         if context > 1:
             check_windows(runner.actor.model)
-        sizes = (self.num_ranks, context, tensor, parts)
+        sizes = (self.num_ranks, context, layout.tensor, layout.parts if layout.is_sharded else 0)
         models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
             frozen, self._tensors = freeze((*models, main.tasks, config))
@@ -114,7 +106,7 @@ class RankGroup(TrainingBackend):
         at = {t.data_ptr(): number for number, t in enumerate(self._tensors)}
         models_to_cut = [m for m in (runner.actor.model, runner.reference) if m is not None]
         absent = [at[p.data_ptr()] for model in models_to_cut for p in model.parameters()]
-        absent = absent if sharded and shards.begins_empty else []
+        absent = absent if shards is not None and shards.begins_empty else []
         for number in absent:
             self._known[number] = self._tensors[number]._version
         self._places: dict[int, int] = {}
@@ -144,7 +136,7 @@ class RankGroup(TrainingBackend):
                 num_threads=num_threads or torch.get_num_threads(),
                 frozen=frozen,
                 absent=frozenset(absent),
-                shards=shards,
+                shards=shards or Shards,
             )
             for rank in self._others:
                 connections.send(rank, setup)
@@ -156,10 +148,10 @@ class RankGroup(TrainingBackend):
             self._undo.callback(ranks.close)
             connections.on_lost = ranks.abort
             ranks.before_sum = wait_for_all
-            self._rank = Rank(main, ranks, self._tensors, config, shards)
+            self._rank = Rank(main, ranks, self._tensors, config, shards or Shards)
             self._wholes = self._rank.state.parameters
             self._synchronise()
-            if sharded or context > 1:
+            if shards is not None or context > 1:
                 # the kernels of a GPU do not run on weights in host memory
                 is_elsewhere = runner.actor.device != next(runner.actor.model.parameters()).device
                 attention = runner.actor.model.config._attn_implementation
@@ -167,7 +159,7 @@ class RankGroup(TrainingBackend):
                 plain = use_attention([runner.actor.model], "sdpa")
                 with plain if is_of_gpu else contextlib.nullcontext():
                     expected = probe(runner.actor.model, Passes())
-                if sharded:
+                if shards is not None:
                     self._shard(at)
                 self._call("probe", each=[(expected,), *[()] * len(self._others)])
         except BaseException:

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 
@@ -115,6 +116,22 @@ def test_a_library_that_hides_the_signal_does_not_hide_its_number():
     with pytest.raises(KeyboardInterrupt) as own, stopping_on_signals():
         raise KeyboardInterrupt  # no signal came: it is the script's own
     assert not isinstance(own.value, Terminated)
+
+
+def test_a_signal_that_foreign_code_swallows_ends_the_run_where_the_next_stage_begins():
+    """As a reward in the trainer's process with a bare ``except``."""
+
+    def run():
+        with interruptible(), contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with interruptible():
+            pytest.fail("the run goes on")
+
+    with pytest.raises(Terminated) as ended, stopping_on_signals(), between_stages():
+        run()
+    assert ended.value.exit_code == 128 + signal.SIGTERM
+    with interruptible():
+        """The next run begins."""
 
 
 def test_a_signal_is_answered_at_once(capfd):

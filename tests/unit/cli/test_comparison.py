@@ -214,6 +214,22 @@ def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "[1]   null" in text
 
 
+def test_a_long_value_of_the_configuration_widens_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [
+        str(_write_run(tmp_path / name, [(3, "math", [0.0, 1.0])], {"rewards": [name * 200], "max_steps": n}))
+        for n, name in enumerate("ab")
+    ]
+    assert main_compare(runs) == 0
+    text = capsys.readouterr().out
+    long = f'rewards\n  base:  ["{"a" * 200}"]\n  other: ["{"b" * 200}"]'
+    assert long in text
+    table = text.replace(long, "").replace(str(tmp_path), "")
+    assert "max_steps" in table
+    assert max(map(len, table.splitlines())) < 200
+
+
 @pytest.mark.parametrize(
     ("first", "second", "paired"),
     [

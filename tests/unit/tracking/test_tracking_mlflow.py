@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -162,6 +163,24 @@ def test_a_server_that_goes_away_costs_numbers_not_the_run(
     assert len(messages) <= 3
 
 
+def test_a_database_without_room_is_told_in_lines_not_in_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = MLflowTracker(tmp_path / "run", TrackingConfig(), None)
+    tracker.start({})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        for step in range(20):
+            tracker.log_metrics({f"task/of_a_long_name_{k}/reward_mean": step / 7 for k in range(20)}, step)
+        tracker.finish("finished")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "refused a write" in caplog.text
+    assert max(map(len, caplog.text.splitlines())) < 700
+    assert "Traceback" not in caplog.text
+
+
 def _wait_for(caplog: pytest.LogCaptureFixture, text: str) -> None:
     until = time.monotonic() + 30.0
     while text not in caplog.text and time.monotonic() < until:
@@ -269,6 +288,31 @@ def test_a_server_that_is_away_as_a_resumed_run_asks_it_for_its_points_gets_none
             second.log_metrics({"x": step}, step)
         second.finish("finished")
     assert _points(tmp_path, second.run_id, "x") == [(step, float(step)) for step in range(1, 5)]
+
+
+def test_a_resumed_run_that_the_store_lacks_is_made_there_with_its_whole_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database was deleted, or ``tracking.uri`` names another one."""
+    known = None
+    for uri, steps in (("", (1, 2)), (f"sqlite:///{tmp_path / 'other' / 'mlflow.db'}", (3, 4))):
+        config = TrackingConfig(trackers=["mlflow"], uri=uri)
+        record = JsonlTracker(tmp_path / "run", config, None)
+        run = Trackers(tmp_path / "run", config, known, {"own": record})
+        (tmp_path / "other").mkdir(exist_ok=True)
+        run.start({}, resume_step=None if known is None else 2)
+        for step in steps:
+            run.log_metrics({"x": float(step)}, step)
+            run.log_event(Event(step=step, source="guard", kind="alarm", reason="fell"))
+        run.finish("stopped")
+        former, known = known, run.run_id
+    assert former != known
+    run_id = json.loads(str(known))["mlflow"]
+    assert _points(tmp_path / "other", run_id, "x") == [(step, float(step)) for step in range(1, 5)]
+    found = adapter._client(uri).get_run(run_id)
+    assert found.data.tags["event.guard.alarm"].startswith("4 x, last at step 4")
+    assert "has no such run" in caplog.text
+    assert "lost" not in caplog.text
 
 
 def test_a_long_curve_keeps_points_in_proportion_to_the_logarithm_of_its_steps(tmp_path: Path) -> None:
@@ -419,6 +463,23 @@ def test_a_kill_while_the_schema_is_made_leaves_a_database_or_none(
     assert len(list((tmp_path / "cache" / "multitask_rl").iterdir())) == 1
 
 
+def test_a_database_for_which_the_disk_has_no_room_leaves_no_part_of_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for cache in ("empty", "filled"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+        if cache == "filled":
+            MLflowTracker(tmp_path / "first" / "run", TrackingConfig(), None).start({})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+        try:
+            with pytest.raises(Exception, match=r"disk|File too large"):
+                adapter._make_database(tmp_path / "mlflow.db")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not [path for path in tmp_path.iterdir() if path.is_file()]
+
+
 def test_runs_that_start_at_once_beside_each_other_make_one_database(tmp_path: Path) -> None:
     gone = tmp_path / ".making_mlflow.db.gone"  # of a run that has made its own meanwhile
     gone.symlink_to(tmp_path / "nowhere")
@@ -495,6 +556,19 @@ def test_what_was_not_sent_in_time_is_counted() -> None:
     writer.close(timeout_s=0.05)
     assert writer.num_failed == 1 + 6
     done.set()
+
+
+def test_a_server_that_refuses_some_of_the_calls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse() -> None:
+        raise ConnectionError("away")
+
+    writer = BackgroundWriter("a server", lambda points: None)
+    writer.start()
+    for call in [refuse, lambda: None] * 10:
+        writer.put(call)
+    writer.close(10.0)
+    assert writer.num_failed == 10
+    assert caplog.text.count("refused a write") == 1
 
 
 def test_a_full_queue_and_the_writes_share_the_time_of_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
