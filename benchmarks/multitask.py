@@ -44,11 +44,11 @@ def main() -> None:
     args = _parse()
     claim: Claim = importlib.import_module(CLAIMS[args.claim]).CLAIM
     if args.render:
-        shown = load_numbers(args.render.read_text(encoding="utf-8"))
+        document = load_numbers(args.render.read_text(encoding="utf-8"))
         if args.against:
-            print(differences_of_files(shown, load_numbers(args.against.read_text(encoding="utf-8"))))
+            print(differences_of_files(document, load_numbers(args.against.read_text(encoding="utf-8"))))
         else:
-            print(claim.render(shown["arms"]))
+            print(claim.render(document["arms"]))
         return
     options = Options(
         seeds=range(args.first_seed, args.first_seed + args.seeds),

@@ -153,7 +153,6 @@ CLAIM = Claim(
     arms=(
         _arm("base"),
         _arm("default"),
-        _arm("prior_100", policy_config={"prior_prompts": 100}),
         _arm("uniform", policy="uniform"),
         _arm("tac", policy="tac"),
     ),

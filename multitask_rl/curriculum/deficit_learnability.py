@@ -26,7 +26,8 @@ class DeficitLearnability(SchedulerPolicy):
     Learnability holds back tasks that do not learn yet. It must not rank tasks that do learn: a task has few
     informative groups while it is hard, and again when most of its prompts are solved. With sharpness 1, a
     third of the prompts above the floors goes to nearly learnt tasks. A larger sharpness gives them to the
-    tasks with the highest scores, which trains better (``benchmarks/multitask.py scheduler``).
+    tasks with the highest scores. With a very large one a task with a middling score gets too few prompts to
+    keep what it has learnt (docs/claims.md, ``smollm2_mixture``).
 
     Source: own. The deficit is the minimax signal of MT-GRPO (arXiv:2602.05547) without its collapse onto one
     task; the square root of the informative share is the learnability of SEC (arXiv:2505.14970), as the

@@ -464,7 +464,7 @@ def test_a_rollback_past_a_change_of_policy_keeps_nothing_of_the_steps_that_it_u
 
 
 def test_a_frozen_task_gets_nothing_where_the_others_have_no_share_either() -> None:
-    scheduler = _bound("ab", min_weight=0.0, prior_prompts=0)
+    scheduler = _bound("ab", min_weight=0.0, prior_prompts=0, sharpness=60.0)
     for step in range(300):
         levels = {"a": 0.3, "b": 1.0}
         stats = {
