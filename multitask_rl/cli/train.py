@@ -155,7 +155,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
         except Exception as error:  # noqa: BLE001 - raised below: one run of a sweep must not end the others
             failures.append(error)
             if is_sweep:
-                logger.error("this run of the sweep failed, the others go on: %s", error)
+                told = "run %s of the sweep (%s) failed, the others go on: %s"
+                logger.error(told, hydra_config.job.num, ", ".join(hydra_config.overrides.task), error)
 
     # Hydra names the log file after the function's module
     job.__module__ = f"multitask_rl.cli.{command}"

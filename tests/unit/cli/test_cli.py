@@ -438,7 +438,9 @@ def test_a_sweep_writes_below_the_output_directory_that_is_given(here: Path) -> 
         compose_and_run(["--multirun", "seed=0,1", "output_dir=a,b"], "train", configs.append)
 
 
-def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Path) -> None:
+def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[RunConfig] = []
 
     def action(config: RunConfig) -> None:
@@ -447,7 +449,9 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(here: Pat
             raise TrainingError("seed 0 diverged")
 
     with pytest.raises(TrainingError, match="seed 0 diverged"):
-        compose_and_run(["--multirun", "seed=0,1"], "train", action)
+        compose_and_run(["--multirun", "seed=0,1", "max_steps=3"], "train", action)
+    told = "run 0 of the sweep (seed=0, max_steps=3) failed, the others go on: seed 0 diverged"
+    assert told in capsys.readouterr().err
     assert [config.seed for config in seen] == [0, 1]
     assert len({config.output_dir for config in seen}) == 2
 
