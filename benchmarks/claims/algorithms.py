@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
 CHOSEN: Mapping[str, str] = {
@@ -49,7 +49,7 @@ def render(arms: Arms) -> str:
         rows = []
         for name in (n for n in arms if n != "per_task"):
             found = {c: difference(arms, name, "per_task", c) for c in columns}
-            rows.append([name, *(f"{d.delta:+.3f} [{d.low:+.3f}, {d.high:+.3f}]" for d in found.values())])
+            rows.append([name, *(with_interval(d) for d in found.values())])
         parts.append(table(["per_task minus", *columns], rows))
     return "\n\n".join(parts)
 

@@ -151,12 +151,12 @@ def differences_of_files(now: Mapping[str, Any], before: Mapping[str, Any]) -> s
                 cells.append("-")
                 continue
             of_seeds = [[own[i] for i in found] for own, found in zip(values, places, strict=True)]
-            cells.append(shown(compare_means(*of_seeds, paired=True)))
+            cells.append(with_interval(compare_means(*of_seeds, paired=True)))
         rows.append([f"{old} of the other file -> {new}", *cells])
     return table([f"{len(seeds)} seeds", "worst", "mean", "auc_worst", "auc_mean"], rows)
 
 
-def shown(found: Difference) -> str:
+def with_interval(found: Difference) -> str:
     """Return the difference and its interval, as text; without the interval where there is none."""
     if math.isnan(found.low):  # one seed, or no difference at all
         return f"{found.delta:+.3f}"

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor, step_metrics
 from multitask_rl.statistics.intervals import rate_upper_bound
 from multitask_rl.trainer import Trainer
@@ -170,8 +170,7 @@ _TRACE = ("lambda", "lambda_sd", "lambda_max")
 
 
 def _difference(arms: Arms, other: str, metric: str) -> str:
-    found = difference(arms, "unconstrained", other, metric)
-    return f"{found.delta:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return with_interval(difference(arms, "unconstrained", other, metric))
 
 
 def _penalty(weight: float) -> Arm:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table, with_interval
 from claims.suite import TASKS, SuiteRun, build_trainer, prepare_actor, step_metrics, twin
 from multitask_rl.statistics.intervals import compare_means
 
@@ -55,8 +55,7 @@ def render(arms: Arms) -> str:
 
 
 def _cell(values: Sequence[float]) -> str:
-    found = compare_means([0.0] * len(values), values, paired=True)
-    return f"{found.delta:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return with_interval(compare_means([0.0] * len(values), values, paired=True))
 
 
 CLAIM = Claim(

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table, with_interval
 from claims.smollm2 import CONFIG, prepare_example
 from claims.suite import merged
 from multitask_rl.config.run import RunConfig
@@ -229,7 +229,7 @@ def render(arms: Arms) -> str:
             rows.append([told, str(rl.run), _told(rl), _told(sft), delta])
         if len(pairs) > 1:
             d = compare_means(*([getattr(pair[at], by) for pair in pairs] for at in (0, 1)), paired=True)
-            rows.append([told, "mean", "", "", f"{d.delta:+.3f} [{d.low:+.3f}, {d.high:+.3f}]"])
+            rows.append([told, "mean", "", "", with_interval(d)])
     parts.append(table(["", "seed", "RL", "SFT", "SFT - RL"], rows))
     costs = ", ".join(f"{name} {mean(own['cpu_s']):.0f}" for name, own in arms.items())
     return "\n\n".join([*parts, f"CPU seconds a run: {costs}."])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor, unseen_levels
 
 TUNED_STATIC: Mapping[str, float] = {"arithmetic": 0.08, "sort": 0.76, "code": 0.08, "safe": 0.08}
@@ -94,8 +94,7 @@ def _cell(values: Sequence[float], column: str) -> str:
 
 
 def _difference(arms: Arms, base: str, other: str, metric: str) -> str:
-    found = difference(arms, base, other, metric)
-    return f"{found.delta:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return with_interval(difference(arms, base, other, metric))
 
 
 def _ratio(arms: Arms, other: str, target: float) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 import yaml
 from filelock import FileLock
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, shown, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.guard import ALARMS
 from claims.plants import FAULTS, GuardWithPlant, Plant
 from claims.suite import delivered_step, merged, step_metrics
@@ -403,7 +403,7 @@ def _pooled(own: Mapping[str, Sequence[float]], task: str) -> str:
 def _difference(arms: Arms, base: str, other: str, metric: str) -> str:
     if metric not in arms[base] or metric not in arms[other]:
         return "-"
-    return shown(difference(arms, base, other, metric))
+    return with_interval(difference(arms, base, other, metric))
 
 
 def _guarded(name: str, own: Mapping[str, Sequence[float]]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.suite import TASKS, SuiteRun, build_trainer, levels, prepare_actor
 
 ORDER = tuple(TASKS)
@@ -81,8 +81,7 @@ def render(arms: Arms) -> str:
 
 
 def _difference(arms: Arms, base: str, metric: str) -> str:
-    found = difference(arms, base, "joint", metric)
-    return f"{found.delta:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return with_interval(difference(arms, base, "joint", metric))
 
 
 CLAIM = Claim(

@@ -33,7 +33,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table
+from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.guard import ALARMS
 from claims.plants import GuardWithPlant
 from claims.suite import (
@@ -395,10 +395,7 @@ def _difference(arms: Arms, base: str, other: str, metric: str) -> str:
     found = difference(arms, base, other, metric)
     pairs = zip(arms[base][metric], arms[other][metric], strict=True)
     each = ", ".join(f"{b - a:+.3f}" for a, b in pairs)
-    return (
-        f"- {metric}, {other} minus {base}: {found.delta:+.3f} [{found.low:+.3f}, {found.high:+.3f}] "
-        f"(per seed {each})."
-    )
+    return f"- {metric}, {other} minus {base}: {with_interval(found)} (per seed {each})."
 
 
 CLAIM = Claim(

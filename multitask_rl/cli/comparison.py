@@ -735,7 +735,8 @@ def render_comparison(
         rows = [[key, *map(_plain, pair)] for key, pair in result["config"].items()]
         short = [row for row in rows if max(map(len, row)) <= _MOST_VALUE]
         table = [ruled([["configuration", "base", "other"], *short])] if short else []
-        table += [f"{key}\n  base:  {a}\n  other: {b}" for key, a, b in rows if [key, a, b] not in short]
+        long = [row for row in rows if max(map(len, row)) > _MOST_VALUE]
+        table += [f"{key}\n  base:  {a}\n  other: {b}" for key, a, b in long]
         parts.append("\n".join(table))
     elif result["config"] is not None:
         parts.append("the configurations do not differ (seeds are not compared)")
