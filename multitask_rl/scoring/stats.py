@@ -10,7 +10,6 @@ from typing import Any
 from multitask_rl.boundary.printable import one_line
 from multitask_rl.errors import RewardError
 from multitask_rl.records import Event, Failure, FailureKind, Rollout, Scored
-from multitask_rl.scoring.results import Result
 
 WINDOW = 200
 MIN_SAMPLES = 20
@@ -22,6 +21,7 @@ class TaskCounts:
     """Numbers of one task since the last report."""
 
     samples: int = 0
+    """Responses that were scored; those that a constraint has rejected are not."""
     results: int = 0
     hits: int = 0
     overruns: int = 0
@@ -29,14 +29,6 @@ class TaskCounts:
     failures: Counter[FailureKind] = field(default_factory=Counter)
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Reward or constraint -> seconds of its calls."""
-
-    def add(self, results: Iterable[Result]) -> None:
-        """Count one sample with its results."""
-        self.samples += 1
-        for result in results:
-            self.results += 1
-            if isinstance(result, Failure):
-                self.failures[result.kind] += 1
 
     def include(self, other: TaskCounts) -> None:
         """Add the counts of another pool."""

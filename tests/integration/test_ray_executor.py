@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -247,10 +248,9 @@ class LengthPool:
         return [{"short": Verdict(cost=0.0, violated=len(r.response) > 3)} for r in rollouts]
 
     def take_counts(self) -> dict[str, TaskCounts]:
-        failure = Failure(kind=FailureKind.data, message="no", source="this")
-        counts = TaskCounts()
-        for _ in range(1 + 2 * self._index):  # other numbers of samples: 1 and 3
-            counts.add([failure if self._index else Score(value=1.0)])
+        number = 1 + 2 * self._index  # other numbers of samples: 1 and 3
+        failures = Counter({FailureKind.data: number if self._index else 0})
+        counts = TaskCounts(samples=number, results=number, failures=failures)
         return {"t": counts}
 
     def health_events(self, step: int) -> list[Event]:

@@ -47,6 +47,10 @@ def single(response):
             held.append(bytearray(1 << 24))
     return 1.0
 
+@with_traits(low=0, high=1, timeout_s=1.0, deterministic=True)
+def repeatable(response):
+    return single(response)
+
 @with_traits(low=0, high=1, timeout_s=1.0)
 def breaks_down(response):
     if DOWN.exists():
@@ -134,6 +138,13 @@ def test_one_hanging_response_scores_the_worst_value_and_no_other_pays(
     assert scored[place].breakdown == {"r": Score(value=worst, components=OVERRUN)}
     assert pool.metrics()["t"]["reward_overrun_rate"] == 1 / 32
     assert pool.health_events(0) == [], "the plugin answers: no rest"
+
+
+def test_equal_responses_that_overrun_are_counted_each(open_pool: Open) -> None:
+    pool = open_pool("repeatable")
+    same = [make_rollout(text, task="t", row={}, sample=i) for i, text in enumerate(["hang"] * 3 + ["fine"])]
+    assert [s.reward for s in pool.score(same)] == [0.0, 0.0, 0.0, 1.0]
+    assert pool.metrics()["t"]["reward_overrun_rate"] == 0.75
 
 
 def test_one_hanging_response_delays_its_step_by_less_than_its_limit(open_pool: Open) -> None:

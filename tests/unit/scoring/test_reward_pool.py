@@ -567,6 +567,17 @@ def test_metrics_count_failures_by_kind_once(open_pool: Open) -> None:
     assert pool.metrics() == {}
 
 
+def test_a_response_that_is_judged_and_scored_is_one_sample_of_the_failure_rate(open_pool: Open) -> None:
+    pool = open_pool("raises", constraints=("short",))
+    responses = of("raises", "a", "bad", "a", "a")
+    pool.judge(responses, only=[{"short"}] * 4)  # partial responses: each is judged whole later
+    pool.judge(responses)
+    pool.score(responses)
+    metrics = pool.metrics()["raises"]
+    assert metrics["reward_failures/grader"] == 0.25
+    assert metrics["reward_failure_rate"] == 0.25
+
+
 def test_model_plugins_live_in_this_process_and_are_shared(plugin_file: Path) -> None:
     reward = RewardSpec(plugin=f"{plugin_file}:InProcess", name="rm", config={"model": "shared"})
     specs = {name: TaskSpec(name=name, rewards=[reward]) for name in ("one", "two")}
