@@ -77,7 +77,7 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
     memory.pop("memory/peak_mb", None)  # since the last step only
     if "memory/peak_mb" in rows[-1]:
         memory["gpu_peak_mb"] = max(row["memory/peak_mb"] for row in rows)
-    sampled = sum(len(s.rollout.response_ids) for r in reports for s in r.drawn)
+    sampled = [len(rollout.response_ids) for r in reports for rollout in r.sampled]
     trained = sum(len(s.rollout.response_ids) for r in reports for s in r.kept)
     seconds = {name: math.fsum(r.seconds.get(name, 0.0) for r in reports) for name in reports[0].seconds}
     return {
@@ -85,9 +85,9 @@ def measure(config: RunConfig, steps: int, warm_up: int) -> dict[str, Any]:
         "device": device,
         "engine": config.rollout.engine,
         "step_s": seconds["step"] / steps,
-        "samples_per_s": sum(len(r.drawn) for r in reports) / seconds["step"],
-        "tokens_per_s": sampled / seconds["step"],
-        "sampling_tokens_per_s": sampled / max(seconds.get("rollout", 0.0), 1e-9),
+        "samples_per_s": len(sampled) / seconds["step"],
+        "tokens_per_s": sum(sampled) / seconds["step"],
+        "sampling_tokens_per_s": sum(sampled) / max(seconds.get("rollout", 0.0), 1e-9),
         "training_tokens_per_s": trained / max(seconds.get("update", 0.0), 1e-9),
         "stages": _stages(rows),
         "memory": {name: round(value, 1) for name, value in memory.items()},

@@ -14,6 +14,7 @@ from multitask_rl.records import (
     NUM_EXTREMES,
     Direction,
     Event,
+    Rollout,
     Scored,
     TaskStats,
     Verdict,
@@ -163,6 +164,11 @@ class StepReport:
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock by stage, ``update`` and ``step`` among them."""
 
+    @property
+    def sampled(self) -> list[Rollout]:
+        """The rollouts drawn, without the given answers of type ``sft``."""
+        return [s.rollout for s in self.drawn if s.rollout.prompt.given_ids is None]
+
     def shares(self, tasks: Collection[str]) -> dict[str, float]:
         """Return each task's share of the loss, in proportion to its quota.
 
@@ -265,13 +271,14 @@ def step_numbers(report: StepReport, stats: Mapping[str, TaskStats]) -> dict[str
     numbers = aggregate(per_task, "reward_mean", dict.fromkeys(stats, Direction.higher))
     numbers.update({f"train/{k}": v for k, v in report.train.items()})
     numbers.update({f"time/{k}_s": v for k, v in report.seconds.items()})
-    numbers["time/samples_per_s"] = len(report.drawn) / seconds
-    numbers["time/tokens_per_s"] = tokens.total() / seconds
+    lengths = [len(rollout.response_ids) for rollout in report.sampled]
+    numbers["time/samples_per_s"] = len(lengths) / seconds
+    numbers["time/tokens_per_s"] = sum(lengths) / seconds
     if (waited := report.seconds.get("rewards", 0.0)) > _NO_RATE:
-        numbers["time/rewards_per_s"] = len(report.drawn) / waited
+        numbers["time/rewards_per_s"] = len(lengths) / waited
     if "updates" in report.train:
         numbers["time/updates_per_s"] = report.train["updates"] / seconds
-    longest = max((len(s.rollout.response_ids) for s in report.drawn), default=0)
+    longest = max(lengths, default=0)
     if longest and (sampling := report.seconds.get("rollout", 0.0)) > _NO_RATE:
         numbers["time/token_latency_s"] = sampling / longest
     return numbers

@@ -78,6 +78,17 @@ def test_rates_of_a_task_and_of_the_step(tmp_path):
     assert numbers["time/token_latency_s"] == 0.5 / longest
 
 
+def test_speeds_of_sampling_and_scoring_leave_out_the_given_answers_of_sft():
+    given = make_rollout("x" * 40, task="sft")
+    given.prompt.given_ids = list(given.response_ids)
+    drawn = [*DRAWN, Scored(rollout=given, reward=None)]
+    seconds = {"step": 2.0, "rollout": 0.5, "rewards": 0.5}
+    report = StepReport(step=0, quotas={"a": 2, "sft": 1}, drawn=drawn, kept=drawn, seconds=seconds)
+    numbers = step_numbers(report, {})
+    assert (numbers["time/samples_per_s"], numbers["time/tokens_per_s"]) == (4.0, 8.0)
+    assert (numbers["time/rewards_per_s"], numbers["time/token_latency_s"]) == (16.0, 0.25)
+
+
 @pytest.mark.parametrize(("number", "expected"), [(100, 100), (101, 8)])
 def test_a_step_of_many_tasks_logs_the_tasks_that_have_samples(number, expected):
     counts = {f"task_{i}": i if i < 9 else 0 for i in range(number)}
