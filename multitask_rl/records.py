@@ -92,6 +92,11 @@ class Verdict:
     turn: int = 0
     """Turn of an episode that it judges, from 1; 0 = the whole response."""
 
+    @property
+    def badness(self) -> tuple[bool, bool, float]:
+        """Sort key: a violation is worse than none; then the higher cost is worse."""
+        return self.applicable, self.violated, self.cost
+
     def of_turn(self, number: int) -> Verdict:
         """Return the verdict on a response as one on the turn ``number`` of an episode."""
         return replace(self, turn=number, reason=f"turn {number}: {self.reason}" if self.reason else "")

@@ -173,10 +173,6 @@ def _worst(results: Sequence[Result]) -> Result:
             return result
         assert isinstance(result, Verdict)
         assert isinstance(worst, Verdict)
-        if number == 1 or _weight(result) > _weight(worst):
+        if number == 1 or result.badness > worst.badness:
             worst = result.of_turn(number)
     return worst
-
-
-def _weight(verdict: Verdict) -> tuple[bool, bool, float]:
-    return verdict.applicable, verdict.violated, verdict.cost

@@ -553,7 +553,7 @@ def _with_verdicts(rollout: Rollout, judged_whole: Mapping[str, Verdict | Failur
         # that verdict, even if a random judge now gives another
         worst = judged_whole.get(name)
         if isinstance(worst, Verdict) and isinstance(ended, Verdict) and worst.turn != ended.turn:
-            verdicts[name] = max(ended, worst, key=lambda verdict: verdict.cost)
+            verdicts[name] = max(ended, worst, key=lambda verdict: verdict.badness)
     failed = next((v for v in verdicts.values() if isinstance(v, Failure)), None)
     return replace(rollout, verdicts=verdicts, failure=rollout.failure or failed)
 

@@ -225,14 +225,22 @@ def test_with_a_quorum_a_slow_constraint_makes_the_groups_of_its_task_late_and_n
         ] * 2
 
 
-@pytest.mark.parametrize(("first", "expected"), [("worse", (1.0, 1)), ("mild", (0.75, 2))])
+@pytest.mark.parametrize(
+    ("first", "expected"), [("worse", (1.0, 1)), ("mild", (0.75, 2)), ("costly", (0.75, 2))]
+)
 def test_of_an_episode_that_was_ended_the_worst_answer_counts(
     tmp_path: Path, first: str, expected: tuple[float, int]
 ) -> None:
-    """The judge flagged the second answer while it was generated, with a cost of 0.75."""
+    """The judge flagged the second answer while it was generated, with a cost of 0.75.
+
+    Of the whole answers it finds only the first bad; ``costly`` is no violation, so it is not the worst.
+    """
     (tmp_path / "judges.py").write_text(
+        "from multitask_rl.records import Verdict\n"
         "from multitask_rl.scoring.shapes import with_traits\n\n\n@with_traits(isolate=False)\n"
-        "def own(response):\n    return {'worse': 1.0, 'mild': 0.5}.get(response, 0.0)\n"
+        "def own(response):\n"
+        "    costly = Verdict(cost=0.9, violated=False)\n"
+        "    return {'worse': 1.0, 'mild': 0.5, 'costly': costly}.get(response, 0.0)\n"
     )
     constraint = ConstraintSpec(plugin=f"{tmp_path}/judges.py:own", name="own", mode="penalty")
     spec = TaskSpec(name="t", constraints=[constraint])
@@ -247,3 +255,4 @@ def test_of_an_episode_that_was_ended_the_worst_answer_counts(
     verdict = found.verdicts["own"]
     assert isinstance(verdict, Verdict)
     assert (verdict.cost, verdict.turn) == expected
+    assert verdict.violated
