@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -27,7 +27,8 @@ class Distill(Algorithm):
     Both have the same expected gradient at the first update, unless ``top_k`` or ``top_p`` drop tokens: the
     exact sum is over all tokens, the other over those that were kept. Neither has the effect of a token on
     later positions. The exact sum has no variance from the choice of the token: an actor that never samples
-    the teacher's token learns it too. It needs the logits of both models at once, as wide as the vocabulary.
+    the teacher's token learns it too, and a stale sample needs no weight. It needs the logits of both models
+    at once, as wide as the vocabulary.
 
     Rewards of the task are measured and do not train. Source: GKD (arXiv:2306.13649), with samples of the
     actor only and the reverse KL of MiniLLM (arXiv:2306.08543); the sampled form: Lu et al., "On-Policy
@@ -36,7 +37,7 @@ class Distill(Algorithm):
 
     @dataclass(kw_only=True, slots=True)
     class Config(AlgorithmConfig):
-        """Settings of ``Distill``; with ``exact``, clips have no effect."""
+        """Settings of ``Distill``; with ``exact``, clips and ``truncated_is`` have no effect."""
 
         exact: bool = True
         """Whether the KL is summed over the vocabulary; false takes less memory and has more variance."""
@@ -75,4 +76,4 @@ class Distill(Algorithm):
         if batch.exact_kl is None:
             raise ValueError("exact distillation needs exact_kl [N]")
         found = LossOutput(loss=batch.exact_kl, metrics={"teacher_kl": batch.exact_kl.detach()})
-        return with_corrections(found, batch, self.config)
+        return with_corrections(found, replace(batch, rollout_logprobs=None), self.config)

@@ -171,7 +171,8 @@ def token_losses(
                 note("kl_loss", kl)
         elif kl is not None:
             note("teacher_kl", kl)
-            loss = kl * _correction(task, own, logp, note)
+            note("mismatch", _gap(own, logp).abs())
+            loss = kl
         else:
             loss = _policy_loss(task, own, logp, betas[s.task], note, margins)
             if task.type == "ppo":
@@ -197,16 +198,21 @@ class _Note:
 
 def _correction(task: Task, s: Sample, logp: Tensor, note: _Note) -> Tensor:
     """min(old / engine, cap): what the engine's probabilities were off by; 1 without a cap."""
-    old = s.old_logprobs if s.old_logprobs is not None else logp.detach()
-    assert s.rollout_logprobs is not None
-    gap = old.detach() - torch.tensor(s.rollout_logprobs, dtype=logp.dtype)
-    gap = torch.where(gap.abs() < 1e-5, 0.0, gap)  # counts as rounding
+    gap = _gap(s, logp)
     note("mismatch", gap.abs())
     if task.config["truncated_is"] <= 0.0:
         return torch.ones_like(gap)
     correction = gap.exp().clamp(max=task.config["truncated_is"])
     note("is_weight", correction)
     return correction
+
+
+def _gap(s: Sample, logp: Tensor) -> Tensor:
+    """log old - log engine; a small one counts as rounding."""
+    old = s.old_logprobs if s.old_logprobs is not None else logp.detach()
+    assert s.rollout_logprobs is not None
+    gap = old.detach() - torch.tensor(s.rollout_logprobs, dtype=logp.dtype)
+    return torch.where(gap.abs() < 1e-5, 0.0, gap)
 
 
 def _policy_loss(

@@ -5,6 +5,7 @@ from algorithm_builders import scored
 from multitask_rl.algorithms.base import TokenBatch
 from multitask_rl.algorithms.cispo import CISPO
 from multitask_rl.algorithms.dapo import DAPO
+from multitask_rl.algorithms.distill import Distill
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.gspo import GSPO
 from multitask_rl.errors import ConfigError
@@ -30,6 +31,15 @@ def _batch(logprobs, **others):
 
 def _sequence_mean(loss):
     return sum(part.mean() for part in loss.split(LENGTHS.tolist())) / 3
+
+
+def test_of_a_stale_sample_the_exact_distance_from_a_teacher_does_not_depend_on_the_token_sampled():
+    kl = torch.linspace(0.1, 1.0, 10, dtype=torch.float64, requires_grad=True)
+    entropy = torch.full((10,), 0.5, dtype=torch.float64)
+    stale = _batch(OLD + SHIFT, rollout_logprobs=OLD - SHIFT, exact_kl=kl, entropy=entropy)
+    found = Distill(Distill.Config(entropy_coefficient=0.1)).loss(stale)
+    torch.testing.assert_close(found.loss, kl - 0.05)
+    assert "is_weight" not in found.metrics
 
 
 def test_gspo_is_the_papers_objective_over_sequences():
