@@ -142,7 +142,7 @@ class RewardConditioned(Algorithm):
                 turns=turns,
                 token_limit=old.token_limit,
             )
-            self._buffer.append(_as_sample(rollout, self.outcome(item), item.cost))
+            self._buffer.append(_as_sample(rollout, self.outcome(item)))
         quantiles = quantile_of_each([past.reward for past in self._buffer], self.config.quantiles)
         by_quantile: dict[int, list[TrainSample]] = {}
         for past, quantile in zip(self._buffer, quantiles, strict=True):
@@ -202,10 +202,7 @@ class RewardConditioned(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        buffer = [
-            {"rollout": asdict(past.scored.rollout), "reward": past.reward, "cost": past.scored.cost}
-            for past in self._buffer
-        ]
+        buffer = [{"rollout": asdict(past.scored.rollout), "reward": past.reward} for past in self._buffer]
         return {"num_draws": self._num_draws, "buffer": buffer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -218,7 +215,7 @@ class RewardConditioned(Algorithm):
             turns = [Turn(**turn) for turn in saved["rollout"].get("turns", ())]
             known = {"prompt": prompt, "sampling": sampling, "turns": turns}
             rollout = Rollout(**{**saved["rollout"], **known})
-            self._buffer.append(_as_sample(rollout, saved["reward"], saved["cost"]))
+            self._buffer.append(_as_sample(rollout, saved["reward"]))
 
     def forget(self, redefined: Collection[str]) -> None:
         """Empty the buffer if its samples were sorted by other rewards."""
@@ -226,10 +223,10 @@ class RewardConditioned(Algorithm):
             self._buffer.clear()
 
 
-def _as_sample(rollout: Rollout, reward: float, cost: float) -> TrainSample:
+def _as_sample(rollout: Rollout, reward: float) -> TrainSample:
     """Return the sample as the buffer keeps it: without control token, texts, row and log-probabilities."""
     return TrainSample(
-        scored=Scored(rollout=rollout, reward=reward, cost=cost),
+        scored=Scored(rollout=rollout, reward=reward),
         prompt_ids=rollout.prompt.prompt_ids,
         response_ids=rollout.response_ids,
         rollout_logprobs=[],
