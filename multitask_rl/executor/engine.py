@@ -71,7 +71,7 @@ class _Share:
         return cls(set(samples), list(work.items()), tokens, time.monotonic())
 
     def seconds_left(self, paces: Sequence[tuple[float, float]]) -> float:
-        """Return when the share is late; infinity if that is unknown, or it is late already."""
+        """Return in how many seconds the share is late; infinity if that is unknown, or it was found late."""
         if self.is_late or not paces:
             return math.inf
         usual = max(seconds * max(1.0, self.tokens / tokens) for seconds, tokens in paces)
@@ -261,9 +261,9 @@ class RayEngine(RolloutEngine):
         return True
 
     def _next(self, calls: dict[Any, ActorCall], within: float = math.inf) -> tuple[int, Any, bool] | None:
-        """Return the first of ``calls`` as ``ActorGroup.first`` does; None if another thing happened first.
+        """Return the first of ``calls`` as ``ActorGroup.first`` does, and start a replica that died again.
 
-        That is a replica that died while it joined, or went on to join, or the end of the time.
+        None: a replica that joins went a step further or died, or the time ended.
         """
         found = self._open().poll(calls | self._joining, within)
         if found is None:

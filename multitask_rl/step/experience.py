@@ -68,8 +68,8 @@ class _Sampled:
     """Ids of the groups of its prompts."""
     dropped: Counter[str]
     """Late groups of earlier batches that were given up when these prompts were sampled, by task."""
-    late: dict[str, str] = field(init=False)
-    """Group id -> task of the groups with an episode that is still open."""
+    unsampled: dict[str, str] = field(init=False)
+    """Group id -> task of the groups with an episode that is still open, also of earlier batches."""
     rewards: RewardBatch = field(init=False)
     scored: Iterator[list[Scored]] = field(init=False)
     """Groups after all sampling stages: first the quorum, then late groups."""
@@ -82,8 +82,11 @@ class _Sampled:
 class _Batch:
     step: int
     experience: Experience
-    before: dict[str, Any]
-    """Cursors before its prompts were drawn; the scheduler's carry before and ``after`` its quotas."""
+    carry_before: dict[str, float]
+    """The scheduler's carry before the quotas of this batch."""
+    carry_after: dict[str, float]
+    cursors: dict[str, tuple[dict[str, Any], int]]
+    """Task -> state of its stream and ``num_overlong``, before the prompts of this batch were drawn."""
     sampled: Future[_Sampled] | None = None
 
 
@@ -123,7 +126,8 @@ class ExperienceSource:
         self._step = 0
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
-        self._late: list[_Sampled] = []
+        self._unscored: list[_Sampled] = []
+        """Batches of steps before that have groups without rewards."""
         self._num_late = Counter[str]()
         """Late groups of the steps that were taken, by task."""
         self._judging: list[Span] = []
@@ -170,7 +174,7 @@ class ExperienceSource:
 
     def running(self) -> list[tuple[str, Span]]:
         """Return stage and span of the rewards under way for later steps."""
-        return [("rewards", span) for batch in self._open() for span in batch.rewards.spans().values()]
+        return [("rewards", span) for batch in self._in_scoring() for span in batch.rewards.spans().values()]
 
     def rewind(self) -> None:
         """Undo the draws of batches that were never trained on; later quotas give back late groups."""
@@ -179,12 +183,12 @@ class ExperienceSource:
         undone, num_late = list(self._ahead), self._num_late.copy()
         self.clear()
         for batch in reversed(undone):  # the oldest cursor of a task counts
-            carry, after = batch.before["carry"], batch.before["after"]
+            carry, after = batch.carry_before, batch.carry_after
             if self._scheduler.carry != after:  # steps that were made since have changed it, too
                 since = self._scheduler.carry
                 carry = {n: own - after.get(n, 0.0) + carry.get(n, 0.0) for n, own in since.items()}
             self._scheduler.carry = dict(carry)
-            for name, (cursor, num_overlong) in batch.before["cursors"].items():
+            for name, (cursor, num_overlong) in batch.cursors.items():
                 task = self._tasks[name]
                 task.num_overlong = num_overlong
                 if task.stream is not None:
@@ -198,11 +202,11 @@ class ExperienceSource:
             self._wait()
         finally:
             self._is_stopping.clear()
-        for sampled in self._open():
+        for sampled in self._in_scoring():
             sampled.rewards.drop(math.inf)
         self._rollout.drop(math.inf)
         self._ahead.clear()
-        self._late.clear()
+        self._unscored.clear()
         self._num_late.clear()
 
     @contextlib.contextmanager
@@ -236,10 +240,10 @@ class ExperienceSource:
         sampled = [batch.sampled for batch in self._ahead if batch.sampled is not None]
         return not wait(sampled, timeout_s).not_done
 
-    def _open(self) -> list[_Sampled]:
-        """Return the batches ahead that are sampled, and the late ones."""
+    def _in_scoring(self) -> list[_Sampled]:
+        """Return the batches ahead that are sampled, and those of steps before that are not all scored."""
         futures = [b.sampled for b in self._ahead if b.sampled is not None and b.sampled.done()]
-        return [*(f.result() for f in futures if f.exception() is None), *self._late]
+        return [*(f.result() for f in futures if f.exception() is None), *self._unscored]
 
     def _launch(self, step: int) -> None:
         """Begin every batch that may be begun with the weights as they are."""
@@ -253,16 +257,17 @@ class ExperienceSource:
         for one in range(first, min(step + self._lag, stop - 1) + 1):
             weights, carry = self._scheduler.weights(), dict(self._scheduler.carry)
             quotas = self._scheduler.quotas(config.batch.prompts_per_step)
-            before = {
-                "carry": carry,
-                "after": dict(self._scheduler.carry),
-                "cursors": {
+            batch = _Batch(
+                step=one,
+                experience=Experience(weights=weights, quotas=quotas),
+                carry_before=carry,
+                carry_after=dict(self._scheduler.carry),
+                cursors={
                     name: (task.stream.state_dict(), task.num_overlong)
                     for name, task in self._tasks.items()
                     if task.stream is not None and quotas.get(name)
                 },
-            }
-            batch = _Batch(step=one, experience=Experience(weights=weights, quotas=quotas), before=before)
+            )
             self._ahead.append(batch)  # from here on ``rewind`` restores what is drawn
             prompts = draw_prompts(self._tasks, quotas, self._actor)
             if self._executor is None:
@@ -288,7 +293,7 @@ class ExperienceSource:
             sampled.scored = self._sampling.stream(prompts, note=sampled.note)
             sampled.rewards = self._rewards.begun.pop()
             sampled.rewards.counted = {p.group_id for p in prompts if p.given_ids is None}
-            sampled.late = self._rollout.late
+            sampled.unsampled = self._rollout.late
             return sampled
         finally:
             for name, spans in (("rollout", self._rollout.spans), ("constraints", self._constraints.spans)):
@@ -330,7 +335,7 @@ class ExperienceSource:
             return [s for s in scored if s.rollout.group_id in own]
 
         def num_late() -> Counter[str]:
-            groups = dict(passes[-1].late)
+            groups = dict(passes[-1].unsampled)
             for sampled in passes:
                 groups |= sampled.rewards.open_groups
             return Counter(task for name, task in groups.items() if name in own)
@@ -353,7 +358,7 @@ class ExperienceSource:
             experience.shortfall = self._refill.shortfall(experience.kept, entitled)
         else:  # groups without a gradient are not given back, those that were too late are
             experience.shortfall = dict(dropped)
-        self._late += [sampled for sampled in passes if sampled.rewards.open_groups]
+        self._unscored += [sampled for sampled in passes if sampled.rewards.open_groups]
         if self._config.batch.quorum < 1.0:
             for name in quotas:
                 counts = experience.metrics.setdefault(name, {})
@@ -373,11 +378,11 @@ class ExperienceSource:
             Groups added and dropped, by task; ``arrived``, scored with the step's own, are among them.
         """
         dropped = Counter[str]()
-        for sampled in self._late:
+        for sampled in self._unscored:
             dropped.update(sampled.rewards.drop(self._oldest(self._step)))
             sampled.step = self._step
             arrived = arrived + next(sampled.scored, [])
-        self._late = [sampled for sampled in self._late if sampled.rewards.open_groups]
+        self._unscored = [sampled for sampled in self._unscored if sampled.rewards.open_groups]
         experience.drawn = experience.drawn + arrived
         experience.kept = experience.kept + arrived
         return Counter({task: len(groups) for task, groups in by_group(arrived).items()}), dropped

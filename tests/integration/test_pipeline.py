@@ -263,7 +263,7 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     def open_again(scored: Scored) -> Scored:
         if trainer.step == 2 and not gate.exists():
             gate.touch()
-            for late in trainer.parts.experience._late:
+            for late in trainer.parts.experience._unscored:
                 late.rewards.wait()
         return scored
 
@@ -349,7 +349,7 @@ def test_a_checkpoint_with_late_groups_changes_no_quota_of_the_run_that_goes_on(
 
     def wait(scored: Scored) -> Scored:
         if trainer.step > 0:  # a group that is late by two steps would be dropped, and given back for that
-            for late in trainer.parts.experience._late:
+            for late in trainer.parts.experience._unscored:
                 late.rewards.wait()
         return scored
 
