@@ -84,6 +84,8 @@ class TaskState:
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
+    told_of_overlong: bool = False
+    """The warning of the first of them was given; prompts that are drawn again bring no other."""
 
     def __post_init__(self) -> None:
         """Define the task's numbers; choose the rows to evaluate."""
@@ -118,6 +120,7 @@ class TaskState:
             "multipliers": {name: m.state_dict() for name, m in self.multipliers.items()},
             "stream": self.stream.state_dict() if self.stream else self.paused,
             "num_overlong": self.num_overlong,
+            "told_of_overlong": self.told_of_overlong,
             "told_of_tools": self.told_of_tools,
             "warnings": list(self.warnings),
             "warned_of": list(self.warned_of),
@@ -166,6 +169,7 @@ class TaskState:
         elif stream:
             self.stream.load_state_dict(stream)
         self.num_overlong = state["num_overlong"]
+        self.told_of_overlong |= state.get("told_of_overlong", self.num_overlong > 0)
         # a change of world or prompt is looked at anew
         self.told_of_tools |= state.get("told_of_tools", False) and not self.is_redefined()
         known = state.get("warned_of", ())
@@ -337,7 +341,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
     prompts: list[Prompt] = []
     for name, count in quotas.items():
         task = tasks[name]
-        misses, before = 0, task.num_overlong
+        misses = 0
         found: list[Prompt] = []
         while len(found) < count and task.stream is not None:
             for draw, row in task.stream.next(count - len(found)):
@@ -358,7 +362,8 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
                     "the model's positions are the limit, set model.rope_scaling or lower "
                     "rollout.max_new_tokens"
                 )
-        if task.num_overlong and not before:
+        if task.num_overlong and not task.told_of_overlong:
+            task.told_of_overlong = True
             task.warnings.append(
                 f"{task.num_overlong} of the first {len(found) + task.num_overlong} prompts are longer than "
                 f"{task.max_prompt_tokens} tokens, or have given answers of more than "

@@ -12,8 +12,10 @@ import pytest
 
 from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
 from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
+from multitask_rl.data import PromptStream
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Rollout, Scored
+from multitask_rl.run.plan import load_specs, load_task_rows
 from multitask_rl.step.flow import Stage
 from multitask_rl.testing import FakeEngine
 from multitask_rl.tracking.reading import read_run
@@ -159,6 +161,22 @@ def test_a_run_begun_by_hand_is_evaluated_and_saved_without_batches_under_way(tm
     again = CheckpointConfig(every=3, resume=str(first))
     resumed = train(run_config(tmp_path, "again", 6, **OVERLAP | {"checkpoint": again}))
     assert weights_hash(resumed) == weights_hash(by_hand)
+
+
+def test_prompts_left_out_of_a_batch_that_is_drawn_again_are_told_once(tmp_path):
+    write_run(tmp_path, ONE_TASK)
+    rollout = RolloutConfig(max_new_tokens=4, max_staleness=1, max_prompt_tokens=8)
+    config = run_config(tmp_path, "out", 3, **OVERLAP | {"rollout": rollout})
+    rows, _ = load_task_rows(load_specs(config), None)["copy"]
+    of_second_batch = PromptStream(rows, task="copy", seed=0).next(20)[-1][1]["id"]
+    rows = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
+    rows[of_second_batch]["prompt"] = "a" * 40
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    by_hand = Trainer.from_config(config)
+    by_hand.train_step()
+    by_hand.train()
+    told = [event.reason for event in by_hand.events if "are left out and counted" in event.reason]
+    assert [reason[:30] for reason in told] == ["1 of the first 13 prompts are l"[:30]]
 
 
 class EngineAtWork(FakeEngine):
