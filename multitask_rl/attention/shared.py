@@ -9,6 +9,7 @@ tokens of its longest, ``G`` rows of its largest group, ``C`` places for a row's
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ MARK = "shared_prompt_layer"
 
 MOST_EMPTY, MOST_EMPTY_SHARE = 16, 8
 """Empty places of a row: at most 16, or one per 8 tokens if that is more."""
+LOG2_E = math.log2(math.e)
+PEAK_COLUMNS = 32
+"""``amax`` of torch compares so many columns of all rows at once, and those of a rest one by one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -251,8 +255,9 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
         if bucket.bias is not None:
             scores += bucket.bias
         # by hand: ``softmax`` and ``logsumexp`` would each compute the exponentials
-        peak = scores.amax(dim=-1, keepdim=True)
-        weights = scores.sub_(peak).exp_()
+        # powers of 2: torch computes them four times as fast as those of e
+        peak = _peak(scores)
+        weights = scores.sub_(peak).mul_(LOG2_E).exp2_()
         mass = weights.sum(dim=-1, keepdim=True)
         output = (weights.to(values.dtype) @ values).div_(mass)
         back = (bucket.prompts, groups, bucket.width, -1)
@@ -268,6 +273,15 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
     weights = scores.softmax(dim=-1).to(value.dtype)
     output = torch.baddbmm(prompt_output * weights[..., -1:], weights, value.flatten(0, 1))
     return output.view(rows, heads, size)
+
+
+def _peak(scores: Tensor) -> Tensor:
+    """Return the largest of ``scores`` [.., P]: [.., 1]."""
+    whole = scores.shape[-1] // PEAK_COLUMNS * PEAK_COLUMNS
+    if whole in (0, scores.shape[-1]):
+        return scores.amax(dim=-1, keepdim=True)
+    parts = scores[..., :whole], scores[..., -PEAK_COLUMNS:]
+    return torch.maximum(*(part.amax(dim=-1, keepdim=True) for part in parts))
 
 
 AttentionInterface.register(SHARED_PROMPT, shared_prompt_attention)

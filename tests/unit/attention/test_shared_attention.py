@@ -41,6 +41,22 @@ def test_rows_see_their_prompt_and_their_own_tokens_while_others_leave(name):
 
 
 @torch.no_grad()
+def test_the_largest_score_may_be_that_of_any_token_of_a_prompt():
+    model = build("llama.Llama")
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight *= 3e4  # powers of a score that is no maximum would be infinite
+    with use_attention([model], SHARED_PROMPT):
+        decoder = SharedDecoder(model, PROMPTS, 0)
+        tokens = torch.arange(3, 3 + len(PROMPTS))
+        decoder.advance(tokens)
+        plain = [
+            model(torch.tensor([[*p, t]])).logits[0, -1]
+            for p, t in zip(PROMPTS, tokens.tolist(), strict=True)
+        ]
+    assert torch.allclose(decoder.logits, torch.stack(plain), atol=1e-4)
+
+
+@torch.no_grad()
 def test_a_prompt_is_kept_once_and_leaves_with_its_last_row():
     model = build("qwen2.Qwen2")
     with use_attention([model], SHARED_PROMPT):
