@@ -162,6 +162,12 @@ class Pools:
             self.last[own.row] = own.before
         self.carry = self.carries[first]
 
+    def skip(self, rows: Mapping[int, int]) -> None:
+        """Go on behind draws of which nothing was learnt: draw -> row. No group comes any more."""
+        for draw, row in rows.items():
+            self.last[row] = draw
+        self.drawn, self.missed = {}, {}
+
     def observe(
         self, judged: Mapping[int, Sequence[float]], served: Mapping[int, Sequence[float]], step: int
     ) -> None:
