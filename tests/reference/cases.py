@@ -32,7 +32,7 @@ MULTIPLIER = {
     "derivative": (0.0, 1.0),
     "log_rate": (3.0,),
 }
-ACTING = 0.0
+ACTING = 0.04
 """Part of the cases whose guard acts."""
 STREAM, CURRICULA = 50, 2
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
@@ -259,7 +259,7 @@ def _acting(case: Case) -> None:
     settings.eval_every = rng.choice([1, 1, 2])
     settings.max_steps = 30
     settings.prompts_per_step = min(settings.prompts_per_step, 1 + len(settings.tasks))
-    case.num_steps = 12
+    case.num_steps, case.arithmetic = 12, "float64"
     case.resumed_at = rng.choice([0, 0, 0, 3])
     case.resumed_after_rollback = rng.random() < 0.3
     first = rng.choice([4, 5, 6])

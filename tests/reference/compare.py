@@ -188,7 +188,9 @@ def _compare_inspection(run: Run, product: Product, tolerance: Tolerance) -> tup
     numbers, own_action, is_good = run.inspect()
     if action != own_action:
         said = product.guard.decision.reason
-        return action, [f"the guard's action is {action or 'none'} ({said}), reference {own_action or 'none'}"]
+        return action, [
+            f"the guard's action is {action or 'none'} ({said}), reference {own_action or 'none'}"
+        ]
     problems = list(_compare_numbers(run, product, numbers, tolerance)) if numbers else []
     if numbers and product.guard.decision.judged_good != is_good:
         problems.append(f"judged good {product.guard.decision.judged_good}, reference {is_good}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -77,7 +77,7 @@ class ScriptedEngine(FakeEngine):
     """Versions that are."""
     fingerprint: Callable[[], float] = staticmethod(float)
     """Of the actor's weights; ``speakers``: which version had them last."""
-    speakers: dict[float, int] = {}
+    speakers: ClassVar[dict[float, int]] = {}
 
     @classmethod
     def build(cls, *_: Any, **__: Any) -> ScriptedEngine:

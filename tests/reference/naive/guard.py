@@ -70,7 +70,7 @@ class Detector:
     def observe(self, number: Number, ends: tuple[float, float] | None, step: int = 0) -> None:
         """Add an evaluation; rates that should fall are watched as ``1 - x``, other metrics as ``-x``."""
         if not self.count:
-            seen = [v for v in number.by_prompt if math.isfinite(v)]
+            seen = number.by_prompt.values()
             self.is_unit = ends == (0.0, 1.0) or (ends is None and all(0.0 <= v <= 1.0 for v in seen))
         self.is_lower = number.direction != "higher"
         value = self.oriented(number.mean)
@@ -234,9 +234,7 @@ class ActingGuard(Guard):
         if is_good:
             self.good_at = step
             if self.victim and step > self.began and step >= self.cooldown_until:
-                self.rungs = {
-                    key: n for key, n in self.rungs.items() if key.partition("/")[0] != self.victim
-                }
+                self.rungs = {key: n for key, n in self.rungs.items() if key.partition("/")[0] != self.victim}
                 self.factors, self.victim = {}, ""
         self.snapshots.append((step, copy.deepcopy(self.detectors)))
         return action, is_good
@@ -251,7 +249,9 @@ class ActingGuard(Guard):
             if self.rules.on_changed_task == "stop":
                 self.note_fall(key, step)
                 return "stop"
-            self.detectors[key] = self.new_detector(key)
+            self.detectors[key] = self.new_detector(key)  # the present level is the reference from now on
+            for _, states in self.snapshots:
+                states.pop(key, None)
             self.good.pop(key, None)
             self.fresh.pop(key, None)
             return "warn"
@@ -297,18 +297,19 @@ class ActingGuard(Guard):
         """Fresh values of the present and of the good weights, by prompt the means over all evaluations."""
         found = []
         for side in zip(*self.fresh[key], strict=True):
-            by_prompt = []
-            for own in zip(*(x.by_prompt for x in side), strict=True):
-                known = [v for v in own if math.isfinite(v)]
-                by_prompt.append(math.fsum(known) / len(known) if known else math.nan)
-            mean = number(by_prompt, range(len(by_prompt)), side[0].direction, None)
+            values: dict[object, list[float]] = {}
+            for own in side:
+                for prompt, value in own.by_prompt.items():
+                    values.setdefault(prompt, []).append(value)
+            means = [math.fsum(x) / len(x) for x in values.values()]
+            mean = number(means, list(values), side[0].direction, None)
             assert mean is not None
             found.append(mean)
         return found[0], found[1]
 
     def has_changed(self, key: str, good_step: int | None) -> bool:
         """Whether the good weights score lower now than when they were judged good: not the actor fell."""
-        states = [own[key] for at, own in self.snapshots if at == good_step and own[key].count]
+        states = [own[key] for at, own in self.seen_of(key) if at == good_step]
         if key not in self.fresh or not states:
             return False
         _, now = self.averaged(key)
@@ -318,7 +319,10 @@ class ActingGuard(Guard):
 
     def values(self, key: str) -> list[tuple[int, float, float]]:
         """Step, value and error of the evaluations that had a value."""
-        return [(at, own[key].value, own[key].error) for at, own in self.snapshots if own[key].count]
+        return [(at, own[key].value, own[key].error) for at, own in self.seen_of(key)]
+
+    def seen_of(self, key: str) -> list[tuple[int, dict[str, Detector]]]:
+        return [(at, own) for at, own in self.snapshots if key in own and own[key].count]
 
     def note_fall(self, key: str, step: int) -> None:
         detector = self.detectors[key]
@@ -383,7 +387,11 @@ class ActingGuard(Guard):
     def rolled_back(self, target: int) -> None:
         """Know what was known at ``target``; the rollback counts, and its changes are in force from there."""
         self.snapshots = [own for own in self.snapshots if own[0] <= target]
-        self.detectors = copy.deepcopy(self.snapshots[-1][1])
+        for key in self.watched:
+            if (known := self.snapshots[-1][1].get(key)) is None:
+                self.good.pop(key, None)
+                self.rungs.pop(key, None)
+            self.detectors[key] = copy.deepcopy(known) or self.new_detector(key)
         for detector in self.detectors.values():
             detector.cusum = 0.0
         self.since_good = 0
@@ -396,9 +404,7 @@ class ActingGuard(Guard):
         self.is_restored = True
 
 
-def best_step(
-    steps: Sequence[int], seen: Sequence[tuple[int, float, float]], fell_after: int
-) -> int | None:
+def best_step(steps: Sequence[int], seen: Sequence[tuple[int, float, float]], fell_after: int) -> int | None:
     """The newest of ``steps``, from before the fall if there is one, at which the metric was near its best.
 
     Its value is averaged over neighbouring evaluations. It is within an error of the best of the steps, and
@@ -420,25 +426,25 @@ def best_step(
 def fall(now: Number, then: Number) -> tuple[float, float]:
     """Of the mean, prompt by prompt: in normal quantiles, and in its unit; (0, 0) with too few prompts."""
     sign = 1.0 if now.direction == "higher" else -1.0
-    a, b = (sign * torch.tensor(x.by_prompt, dtype=torch.float64) for x in (now, then))
-    both = a.isfinite() & b.isfinite() if len(a) == len(b) else torch.zeros(0, dtype=torch.bool)
-    smaller = min(int(a.isfinite().sum()), int(b.isfinite().sum()))
+    smaller = min(len(now.by_prompt), len(then.by_prompt))
+    both = [p for p in now.by_prompt if p in then.by_prompt]
     if smaller < 2:
         return 0.0, 0.0
-    if not len(both) or 2 * int(both.sum()) < smaller:
-        a, b = a[a.isfinite()], b[b.isfinite()]
+    if 2 * len(both) < smaller:
+        a, b = (sign * torch.tensor(list(x.by_prompt.values()), dtype=torch.float64) for x in (now, then))
         drop = float(b.mean() - a.mean())
         return _student(drop, math.hypot(_error(a), _error(b)), smaller - 1), drop
-    drops = (b - a)[both]
-    drop, count = float(drops.mean()), len(drops)
-    if count < 2:
+    if len(both) < 2:
         return 0.0, 0.0
-    if all(v in (0.0, 1.0) for v in (*a[both].abs().tolist(), *b[both].abs().tolist())):
+    a, b = (sign * torch.tensor([x.by_prompt[p] for p in both], dtype=torch.float64) for x in (now, then))
+    drops = b - a
+    drop = float(drops.mean())
+    if all(v in (0.0, 1.0) for v in (*a.abs().tolist(), *b.abs().tolist())):
         worse, better = int((drops == 1).sum()), int((drops == -1).sum())
         changes = binom(worse + better, 0.5)
         tail = float(changes.sf(max(worse, better)) + 0.5 * changes.pmf(max(worse, better)))
         return math.copysign(_one_sided_z(tail), worse - better) if worse != better else 0.0, drop
-    return _student(drop, float(drops.std()) / math.sqrt(count), count - 1), drop
+    return _student(drop, float(drops.std()) / math.sqrt(len(both)), len(both) - 1), drop
 
 
 def _error(values: torch.Tensor) -> float:
