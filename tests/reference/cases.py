@@ -206,6 +206,8 @@ def _chosen(case: Case) -> None:
             by = rng.choice(["pass_rate", "pass_rate", "grade", "number"])
             if task.type in ("sft", "distill") and not (task.type == "distill" and task.rewards):
                 by = "grade"
+            if by == "number" and random.Random(f"length {case.seed} {task.name}").random() < 0.5:
+                by = "length"
             task.curriculum = Curriculum(by=by, pools=rng.choice([3, 5]), floor=rng.choice([0.1, 0.0, 0.5]))
             case.num_rows[task.name] = rng.choice([5, 12, 40])
     if settings.policy in ("static", "uniform"):

@@ -600,6 +600,7 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
             "answer": world.heard(world.answer_ids(case.seed, task, i)),
             "grade": world.grade(case.seed, task, i),
             "number": world.difficulty(case.seed, task, i),
+            "length": world.length(case.seed, task, i),
         }
         for i in numbers
     ]

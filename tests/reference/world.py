@@ -49,6 +49,11 @@ BAD = 2
 """Token that most responses of a collapsed policy begin with."""
 
 
+def length(seed: int, task: str, row: int) -> int:
+    """A whole number that many rows share, the smaller the more."""
+    return min(30, int(stream(seed, "length", task, row).paretovariate(0.7)))
+
+
 def respond(
     prompt: list[int],
     seed: int,
