@@ -209,3 +209,35 @@ def test_the_level_of_another_metric_is_its_place_in_the_range_that_it_declares(
     resumed.bind(["a"])
     resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
     assert resumed.metrics()["task/a/level"] == pytest.approx(level)
+
+
+@pytest.mark.parametrize("policy", ["learnability", "tac"])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_beside_another_metric_the_spread_is_a_part_of_the_range_of_the_reward(
+    policy: str, is_declared: bool
+) -> None:
+    """Both tasks have the same rewards, in another unit."""
+    units = {"small": 1.0, "large": 10.0}
+    scheduler = DynamicTaskWeightScheduler(policy=policy, metric_key="accuracy")
+    scheduler.bind(list(units))
+    for step in range(30):
+        found = {
+            task: TaskStats(
+                task=task,
+                num_prompts=8,
+                num_informative=8,
+                reward_mean=0.5 * unit,
+                reward_std=0.3 * unit,
+                lowest=[0.0] * 3,
+                highest=[unit] * 3,
+                reward_range=(0.0, unit) if is_declared else None,
+                metrics={"accuracy": 0.5},
+            )
+            for task, unit in units.items()
+        }
+        scheduler.update(found, step)
+        resumed = DynamicTaskWeightScheduler(policy=policy, metric_key="accuracy")
+        resumed.bind(list(units))
+        resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        scheduler = resumed
+    assert scheduler.weights() == pytest.approx({"small": 0.5, "large": 0.5})
