@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -241,3 +242,25 @@ def test_beside_another_metric_the_spread_is_a_part_of_the_range_of_the_reward(
         resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
         scheduler = resumed
     assert scheduler.weights() == pytest.approx({"small": 0.5, "large": 0.5})
+
+
+def test_steps_without_a_reward_lower_the_share_of_informative_groups_as_after_a_resume() -> None:
+    """Rewards of ``a`` fail from step 30 on: its groups teach nothing."""
+
+    def bound() -> DynamicTaskWeightScheduler:
+        found = DynamicTaskWeightScheduler(policy="deficit_learnability")
+        found.bind(["a", "b", "c"], reward_ranges=dict.fromkeys("abc", (0.0, 1.0)))
+        return found
+
+    scheduler = bound()
+    for step in range(60):
+        rewards = {"a": 0.2 if step < 30 else math.nan, "b": 0.5, "c": 0.8}
+        found = {
+            task: TaskStats(task=task, num_prompts=8, num_informative=8 * (reward > 0.0), reward_mean=reward)
+            for task, reward in rewards.items()
+        }
+        scheduler.update(found, step)
+        shares = scheduler.weights()
+        resumed = bound()
+        resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        assert resumed.weights() == pytest.approx(shares), step
