@@ -76,7 +76,8 @@ class DeficitLearnability(SchedulerPolicy):
         config, scores, errors = self.config, dict[str, float](), dict[str, float]()
         for task, trace in self.traces.items():
             if trace.steps:
-                seen, known = (id(trace), trace.steps, trace.evaluations), self._known.get(task)
+                steps = trace.with_gradient.steps  # those without a reward, too
+                seen, known = (id(trace), steps, trace.evaluations), self._known.get(task)
                 if known is None or known[0] != seen:
                     known = self._known[task] = (seen, self._score(task))
                 scores[task], errors[task] = known[1]

@@ -112,6 +112,8 @@ class TaskTrace:
     """Declared ends of the rewards of all slots so far, or of another metric; None before the first."""
     shown: ShownRange = field(default_factory=ShownRange)
     """Observed range of the rewards; empty when another metric is watched."""
+    earned: ShownRange = field(default_factory=ShownRange)
+    """Range of the rewards when another metric is watched, the declared ends where there are any."""
 
     def observe(
         self, stats: TaskStats, metric_key: str, smoothing: float, prompts_averaged: int = 1
@@ -151,6 +153,11 @@ class TaskTrace:
             self.shown.widen(
                 stats.lowest or [value - _SPREAD * std], stats.highest or [value + _SPREAD * std]
             )
+        elif stats.reward_range is not None:
+            low, high = stats.reward_range
+            self.earned.widen([low] * NUM_EXTREMES, [high] * NUM_EXTREMES)
+        else:
+            self.earned.widen(stats.lowest, stats.highest)
         gain = max(min(smoothing, n / prompts_averaged), n / self.prompts)
         self.raw.add(value, n, gain)
         if has_spread:
@@ -182,14 +189,16 @@ class TaskTrace:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Smoothed spread of the reward within groups on the scale of levels, and its error.
+        """Smoothed spread of the reward within groups as a part of the reward's range, and its error.
 
         Before the first group of two it is ``sqrt(p (1 - p))`` of the level ``p``, as for a 0/1 reward.
         """
         low, high = self._scale
         if not self.within.steps:
             return math.sqrt(self.level * (1.0 - self.level)), self.level_error
-        width = high - low if self.shown.lowest else 1.0
+        if not self.shown.lowest:  # the scale of another metric is not that of the rewards
+            low, high = self.earned.ends or (0.0, 1.0)
+        width = high - low
         return self.within.value / width, self.within.error(0.5 * width) / width
 
     @property
@@ -224,7 +233,8 @@ class TaskTrace:
         """Return the trace whose ``asdict`` is ``state``."""
         averages = {name: Average(**state[name]) for name in ("raw", "within", "above", "with_gradient")}
         applied = tuple(state["applied"]) if state["applied"] else None
-        own = {"shown": ShownRange(**state["shown"]), "applied": applied, "known_range": known_range}
+        ranges = {name: ShownRange(**state.get(name, {})) for name in ("shown", "earned")}
+        own = {**ranges, "applied": applied, "known_range": known_range}
         return cls(**{**state, **averages, **own})
 
 

@@ -349,7 +349,8 @@ def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:
     """Return the labels of pools by a column, ascending, and the pool of every row.
 
-    There is a pool per value; many numbers make pools of about equal size.
+    There is a pool per value; many numbers make pools of about equal size. A number of so many rows that they
+    fill a pool begins one.
 
     Raises:
         DataError: a row lacks the column, or it holds more texts than there are pools.
@@ -376,7 +377,10 @@ def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[s
         )
     starts, before = [distinct[0]], 0
     for value in distinct:
-        if before >= len(keys) * len(starts) / spec.pools:
+        is_full = before >= len(keys) * len(starts) / spec.pools
+        # a value that fills a pool would swallow the rows before it: all rows, if it is the last
+        fills_one = before > 0 and counts[value] >= len(keys) / spec.pools and len(starts) < spec.pools
+        if is_full or fills_one:
             starts.append(value)
         before += counts[value]
     return [f"{spec.by} from {s}" for s in starts], [bisect.bisect_right(starts, k) - 1 for k in keys]

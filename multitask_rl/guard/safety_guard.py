@@ -226,16 +226,20 @@ class SafetyGuard(Guard):
         return [(at, state["value"], state["error"]) for at, state in self._seen(key)]
 
     def _seen(self, key: str) -> list[tuple[int, dict[str, Any]]]:
-        """Return (step, state of the metric's detector) of evaluations that measured what it measures now."""
+        """Return (step, state of the metric's detector) of evaluations that measured what it measures now.
+
+        Evaluations before its first value are left out.
+        """
         now = next((metric.measured for metric in self._watched if metric.key == key), ())
         states = [(at, own[key]) for at, own in self._snapshots if key in own]
-        return [(at, own["detector"]) for at, own in states if is_comparable(own["measured"], now)]
+        known = [(at, own["detector"]) for at, own in states if is_comparable(own["measured"], now)]
+        return [(at, detector) for at, detector in known if detector["count"]]
 
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
 
-        A metric that was not watched then, or that a resume has redefined since, begins anew. The rollback
-        counts towards ``max_rollbacks``.
+        A metric that was not watched then, or that a resume or its world has changed since, begins anew. The
+        rollback counts towards ``max_rollbacks``.
         """
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
         self._since_good = 0
@@ -413,8 +417,10 @@ class SafetyGuard(Guard):
             action = GuardAction(self.config.on_changed_task)
             if action is GuardAction.stop:
                 self._note_fall(metric, step)
-            else:  # the task goes on as it is: its level is another
+            else:  # the task goes on as it is: its level is another, and earlier values are of the former one
                 metric.forget()
+                for _, states in self._snapshots:
+                    states.pop(metric.key, None)
                 self._good.pop(metric.key, None)
                 self._fresh.pop(metric.key, None)
             return self._build(action, metric, step, text, statistics)

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from .naive.settings import DEFAULTS, POLICIES, Anchor, ConstraintRule, Curriculum, RewardRule, Settings, Task
+from .naive.settings import (
+    DEFAULTS,
+    POLICIES,
+    Anchor,
+    ConstraintRule,
+    Curriculum,
+    GuardRules,
+    RewardRule,
+    Settings,
+    Task,
+)
 from .world import VOCABULARY, Past, Script
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
@@ -22,6 +32,8 @@ MULTIPLIER = {
     "derivative": (0.0, 1.0),
     "log_rate": (3.0,),
 }
+ACTING = 0.04
+"""Part of the cases whose guard acts."""
 STREAM, CURRICULA = 50, 2
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
@@ -50,6 +62,10 @@ class Case:
     """What the scheduler has seen of each task before the first step."""
     resumed_at: int = 0
     """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
+    resumed_after_rollback: bool = False
+    """The same after its first rollback."""
+    collapsed: list[int] = field(default_factory=list)
+    """Versions of the weights whose responses are bad."""
     arithmetic: str = "float64"
     """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
 
@@ -58,13 +74,18 @@ class Case:
         return json.dumps(asdict(self), default=str)
 
 
-def draw_case(seed: int, *, with_more: bool = True) -> Case:
-    """Return the case of ``seed``; half of them get ``with_more`` what ``_more`` adds."""
+def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) -> Case:
+    """Return the case of ``seed``; half of them get ``with_more`` what ``_more`` adds.
+
+    ``acting``: whether the guard acts; None: as drawn.
+    """
     case = _draw_case(seed)
     if with_more and random.Random(f"more{STREAM} {seed}").random() < 0.5:
         _more(case)
         if random.Random(f"chosen{CURRICULA} {seed}").random() < 0.5:
             _chosen(case)
+    if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
+        _acting(case)
     return case
 
 
@@ -185,6 +206,8 @@ def _chosen(case: Case) -> None:
             by = rng.choice(["pass_rate", "pass_rate", "grade", "number"])
             if task.type in ("sft", "distill") and not (task.type == "distill" and task.rewards):
                 by = "grade"
+            if by == "number" and random.Random(f"length {case.seed} {task.name}").random() < 0.5:
+                by = "length"
             task.curriculum = Curriculum(by=by, pools=rng.choice([3, 5]), floor=rng.choice([0.1, 0.0, 0.5]))
             case.num_rows[task.name] = rng.choice([5, 12, 40])
     if settings.policy in ("static", "uniform"):
@@ -205,6 +228,51 @@ def _chosen(case: Case) -> None:
         case.num_steps = rng.choice([4, 6, 10])
         if rng.random() < 0.4:
             case.resumed_at = rng.randrange(1, case.num_steps)
+
+
+def _acting(case: Case) -> None:
+    """Let the policy collapse, and the guard answer."""
+    rng, settings = random.Random(f"guard {case.seed}"), case.settings
+    settings.acting = GuardRules(
+        drop=rng.choice([0.15, 0.05, 0.3]),
+        absolute=rng.random() < 0.25,
+        rollback_steps=rng.choice([1, 2, 4, 10, 100]),
+        max_rollbacks=rng.choice([1, 2, 3]),
+        rollback_window=rng.choice([1000, 1000, 4]),
+        warmup=rng.choice([1, 2]),
+        cusum_limit=rng.choice([0.5, 1.0, 2.0]),
+        min_demonstrated=rng.choice([0.05, 0.0]),
+        cooldown_steps=rng.choice([0, 0, 2, 100]),
+        confirm=rng.random() < 0.6,
+        confirm_z=rng.choice([0.5, 1.0, 3.09]),
+        stored_z=rng.choice([0.5, 2.33]),
+        on_changed_task=rng.choice(["stop", "warn", "warn"]),
+        ladder=rng.choice([["rollback"], ["rollback"], ["reweight", "rollback"], ["freeze", "rollback"]]),
+        skip_data=rng.random() < 0.7,
+        lr_factor=rng.choice([0.5, 0.9, 1.0]),
+        lr_hold_steps=rng.choice([50, 1, 0]),
+        lr_rewarm_steps=rng.choice([50, 2, 0]),
+        culprit_factor=rng.choice([0.5, 0.0, 1.0]),
+        victim_factor=rng.choice([2.0, 1.0]),
+    )
+    settings.guard_factors, settings.guard_rate = [], 1.0
+    settings.checkpoint_every = rng.choice([0, 0, 1, 2, 3])
+    settings.checkpoint_keep = rng.choice([1, 2, 4])
+    settings.eval_every = rng.choice([1, 1, 2])
+    settings.max_steps = 30
+    settings.prompts_per_step = min(settings.prompts_per_step, 1 + len(settings.tasks))
+    case.num_steps, case.arithmetic = 12, "float64"
+    case.resumed_at = rng.choice([0, 0, 0, 3])
+    case.resumed_after_rollback = rng.random() < 0.3
+    first = rng.choice([4, 5, 6])
+    case.collapsed = list(range(first, first + rng.choice([1, 2, 30])))
+    for task in settings.tasks:
+        for rule in [*task.rewards, *task.constraints]:
+            if (key := f"{task.name}/{rule.name}") in case.scripts and rng.random() < 0.85:
+                script = case.scripts[key]
+                is_cost = not isinstance(rule, RewardRule) or not rule.higher_is_better
+                worst = max(script.values) if is_cost else min(script.values)
+                case.scripts[key] = replace(script, if_bad=worst, same=0.0)
 
 
 def _anchor(rng: random.Random, settings: Settings) -> Anchor:

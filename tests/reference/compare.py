@@ -27,6 +27,7 @@ from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statisti
 from multitask_rl.training.backend import CreditedSample
 
 from .cases import Case
+from .naive.guard import ActingGuard
 from .naive.records import Attempt, Number, Sample
 from .naive.settings import FAILED
 from .naive.step import Result, Run, Teacher
@@ -91,6 +92,7 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
     compared: int = 0
     """Steps."""
+    rollbacks: int = 0
     too_close: int = 0
     """Steps of which a decision was too close to call; the later steps of the case are left out."""
 
@@ -127,11 +129,28 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     run = Run(case.settings, given_of(case, product), product.weights())
     tolerance = TOLERANCES[case.arithmetic]
     every = case.settings.eval_every
-    for number in range(case.num_steps):
-        if number and number == case.resumed_at:
+    resumed_at, resumes = case.resumed_at, case.resumed_after_rollback
+    for _ in range(case.num_steps):
+        number = run.step_number
+        if number and number == resumed_at:
             product.reopen()
             run.reopen()
-        if every and number and number % every == 0:
+            resumed_at = 0
+        if case.settings.acting:
+            action = "rollback"
+            while action == "rollback":
+                action, differences = _compare_inspection(run, product, tolerance)
+                count.rollbacks += action == "rollback"
+                problems = [f"evaluation {number}, {action or 'go on'}: {text}" for text in differences]
+                yield from problems
+                if problems or action == "stop":
+                    return
+                if action == "rollback" and resumes:
+                    product.reopen()
+                    run.reopen()
+                    resumes = False
+            number = run.step_number
+        elif every and number and number % every == 0:
             problems = [
                 f"evaluation {number}: {text}" for text in _compare_evaluation(run, product, tolerance)
             ]
@@ -149,7 +168,8 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
         # what is 0 but for rounding, an advantage or a KL term's gradient, is a step on one side only
         is_tiny = any(_is_rounding(c, tolerance.tiny) for c in found.credited)
-        is_tiny |= any(_norm(gradients.values()) < tolerance.tiny for gradients, _ in found.updates)
+        both = [*(g for g, _ in found.updates), *(u.gradients for u in result.updates)]
+        is_tiny |= any(_norm(gradients.values()) < tolerance.tiny for gradients in both)
         is_cut = is_tiny and len(found.updates) != len(result.updates)
         if result.margin < tolerance.too_close or is_cut:
             count.too_close += 1
@@ -162,9 +182,67 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
+def _compare_inspection(run: Run, product: Product, tolerance: Tolerance) -> tuple[str, list[str]]:
+    """Let both evaluate, judge and save what is due; return what the guard did, and the differences."""
+    action = product.evaluate()
+    numbers, own_action, is_good = run.inspect()
+    if action != own_action:
+        said = product.guard.decision.reason
+        return action, [
+            f"the guard's action is {action or 'none'} ({said}), reference {own_action or 'none'}"
+        ]
+    problems = list(_compare_numbers(run, product, numbers, tolerance)) if numbers else []
+    if numbers and product.guard.decision.judged_good != is_good:
+        problems.append(f"judged good {product.guard.decision.judged_good}, reference {is_good}")
+    return action, problems + list(_compare_state(run, product, tolerance))
+
+
+def _compare_state(run: Run, product: Product, tolerance: Tolerance) -> Iterator[str]:
+    """What a rollback restores, and what a guard that acts changes."""
+    guard, trainer = run.guard, product.trainer
+    assert isinstance(guard, ActingGuard)
+    names = [t.name for t in run.settings.tasks]
+    known = {s: entry.judged_good for s, entry in trainer.parts.store.checkpoints.entries.items()}
+    for name, found, own in (
+        ("checkpoints", known, {at: c.is_good for at, c in run.checkpoints.items()}),
+        ("factors", product.guard.weight_factors(), guard.factors),
+        ("version", trainer.actor.policy_version, run.version),
+        ("draws", {n: trainer.tasks[n].stream.draw for n in names}, run.draws),  # type: ignore[union-attr]
+    ):
+        if found != own:
+            yield f"{name} {found}, reference {own}"
+    rate = product.guard.lr_factor(trainer.step)
+    yield from _compare_number("factor on the learning rate", rate, guard.rate(run.step_number))
+    for name, weight in product.weights().items():
+        if not torch.equal(weight, run.weights[name]):
+            yield f"weight {name} is not the same"
+    shares = trainer.scheduler.weights()
+    for name, share in run.scheduler.shares().items():
+        yield from _compare_number(f"share of {name}", shares[name], share)
+        owed = trainer.scheduler.carry.get(name)
+        yield from _compare_number(f"owed to {name}", owed or 0.0, run.scheduler.carry.get(name, 0.0))
+    for name in names:
+        beta = trainer.tasks[name].kl.coefficient
+        yield from _compare_number(f"beta of {name}", beta, run.kls[name].beta, tolerance.relative)
+        for m in run.multipliers[name]:
+            found_value = trainer.tasks[name].multipliers[m.rule.name].value
+            yield from _compare_number(f"multiplier {name}/{m.rule.name}", found_value, m.value)
+
+
 def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Iterator[str]:
     product.evaluate()
     numbers, alarms, is_good = run.evaluate()
+    yield from _compare_numbers(run, product, numbers, tolerance)
+    decision = product.guard.decision
+    if (decision.action is GuardAction.rollback) != alarms:
+        yield f"guard decides {decision.action}, reference: alarm {alarms}"
+    if decision.judged_good != is_good:
+        yield f"judged good {decision.judged_good}, reference {is_good}"
+
+
+def _compare_numbers(
+    run: Run, product: Product, numbers: Mapping[str, Number], tolerance: Tolerance
+) -> Iterator[str]:
     # a loss or a KL comes of the model
     relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
     relative |= {a.name: tolerance.relative for a in run.settings.anchors}
@@ -177,11 +255,6 @@ def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Ite
         main = {"primary": numbers[task.name]} if task.name in numbers else {}
         primary = {"primary": evaluation.primary}
         yield from _compare_statistics(task.name, primary, main, relative[task.name])
-    decision = product.guard.decision
-    if (decision.action is GuardAction.rollback) != alarms:
-        yield f"guard decides {decision.action}, reference: alarm {alarms}"
-    if decision.judged_good != is_good:
-        yield f"judged good {decision.judged_good}, reference {is_good}"
     metrics = product.guard.metrics()
     for key, detector in run.guard.detectors.items():
         if detector.count:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -37,6 +37,7 @@ from multitask_rl.data.loader import TaskDataLoader
 from multitask_rl.data.stream import PromptStream
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.worker import Ended
+from multitask_rl.errors import GuardStop
 from multitask_rl.guard.decision import GuardDecision
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import Actor
@@ -72,21 +73,34 @@ class ScriptedEngine(FakeEngine):
     can_constrain = True
     sentences: Mapping[str, list[list[int]]] = {}
     """By grammar."""
+    collapsed: Sequence[int] = ()
+    """Versions that are."""
+    fingerprint: Callable[[], float] = staticmethod(float)
+    """Of the actor's weights; ``speakers``: which version had them last."""
+    speakers: ClassVar[dict[float, int]] = {}
 
     @classmethod
     def build(cls, *_: Any, **__: Any) -> ScriptedEngine:
         return cls()
 
+    def update_weights(self, weights: Mapping[str, Tensor], policy_version: int) -> None:
+        """Speak as the version that had these weights: in a confirmation not the newest."""
+        found = self.fingerprint()
+        if policy_version != self.policy_version or not self.speakers:
+            self.speakers[found] = policy_version
+        super().update_weights(weights, policy_version)
+        self.speaks = self.speakers.get(found, policy_version)
+
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
-        return [
-            [self._scripted(request, seed, self.policy_version) for seed in request.seeds]
-            for request in requests
-        ]
+        version = getattr(self, "speaks", self.policy_version)
+        return [[self._scripted(request, seed, version) for seed in request.seeds] for request in requests]
 
     def _scripted(self, request: GenerationRequest, seed: int, version: int) -> Generation:
         own = request.sampling
         sentences = self.sentences[own.grammar] if own.grammar else None
-        said = world.respond(list(request.prompt_ids), seed, version, own.max_new_tokens, sentences)
+        is_collapsed = version in self.collapsed
+        prompt, most = list(request.prompt_ids), own.max_new_tokens
+        said = world.respond(prompt, seed, version, most, sentences, is_collapsed)
         return Generation(response_ids=said.ids, rollout_logprobs=said.logprobs, finish_reason=said.finish)
 
 
@@ -223,6 +237,24 @@ class RecordingGuard(SafetyGuard):
         super().record_step(step, stats)
 
 
+class WatchedGuard(SafetyGuard):
+    """The guard, which acts; keeps the same."""
+
+    stats: Mapping[str, TaskStats] = {}
+    evaluations: Mapping[str, TaskEvaluation] = {}
+    decision = GuardDecision()
+    number = 0
+
+    def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
+        self.evaluations, self.number = evaluations, self.number + 1
+        self.decision = super().observe(step, evaluations, confirm)
+        return self.decision
+
+    def record_step(self, step: int, stats: Mapping[str, TaskStats]) -> None:
+        self.stats = stats
+        super().record_step(step, stats)
+
+
 class HoldingScorer:
     """The reward pool, with groups that come late as the case says."""
 
@@ -265,6 +297,7 @@ class Product:
     case: Case
     directory: Path
     trainer: Trainer = field(init=False)
+    speakers: dict[float, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
@@ -310,7 +343,7 @@ class Product:
             ),
             scoring=ScoringConfig(max_failure_rate=1.0),
             eval=EvalConfig(every=settings.eval_every, num_prompts=world.NUM_HELD_OUT),
-            checkpoint=CheckpointConfig(every=0),
+            checkpoint=CheckpointConfig(every=settings.checkpoint_every, keep=settings.checkpoint_keep),
             tracking=TrackingConfig(trackers=["jsonl"], store_rollouts=0),
         )
         network: Any = _model(case, case.seed)
@@ -331,11 +364,22 @@ class Product:
         self.trainer.plan.engine_class = type(
             "Engine",
             (ScriptedEngine,),
-            {"sentences": {json.dumps(t.grammar): t.sentences for t in settings.tasks if t.grammar}},
+            {
+                "sentences": {json.dumps(t.grammar): t.sentences for t in settings.tasks if t.grammar},
+                "collapsed": case.collapsed,
+                "fingerprint": staticmethod(self.fingerprint),
+                "speakers": self.speakers,
+            },
         )
         watched = [t.name for t in [*settings.tasks, *settings.anchors]] + settings.watched
-        self.guard = RecordingGuard(monitor_metrics=watched, confirm=False, act_on_hacking=False)
-        self.guard.factors, self.guard.rate = settings.guard_factors, settings.guard_rate
+        self.guard: RecordingGuard | WatchedGuard
+        if rules := settings.acting:
+            keys = asdict(rules) | {"ladder": list(rules.ladder), "threshold_delta": -rules.drop}
+            del keys["drop"]
+            self.guard = WatchedGuard(watched, act_on_hacking=False, **keys)
+        else:
+            self.guard = RecordingGuard(monitor_metrics=watched, confirm=False, act_on_hacking=False)
+            self.guard.factors, self.guard.rate = settings.guard_factors, settings.guard_rate
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
@@ -415,9 +459,17 @@ class Product:
         with patch.object(assembly, "build_worlds", build):
             self.trainer._open()
 
-    def evaluate(self) -> None:
+    def fingerprint(self) -> float:
+        """Of the actor's weights."""
+        return math.fsum(float(w.sum()) for n, w in self.weights().items() if not n.startswith("critic."))
+
+    def evaluate(self) -> str:
+        """Return ``rollback`` or ``stop`` if the guard decided so, and it could be carried out."""
         self.open()
-        self.trainer.parts.supervisor.inspect()
+        try:
+            return "" if self.trainer.parts.supervisor.inspect() else "rollback"
+        except GuardStop:
+            return "stop"
 
     def step(self) -> ProductStep:
         self.open()
@@ -548,6 +600,7 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
             "answer": world.heard(world.answer_ids(case.seed, task, i)),
             "grade": world.grade(case.seed, task, i),
             "number": world.difficulty(case.seed, task, i),
+            "length": world.length(case.seed, task, i),
         }
         for i in numbers
     ]
@@ -564,6 +617,7 @@ def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
         "silent": script.silent,
         "same_silent": script.same_silent,
         "answers": list(script.answers),
+        "if_bad": script.if_bad,
     } | more
 
 
@@ -749,7 +803,7 @@ class Words:
         turns = [turn] if turn else []
         seed = derive_seed(self.case.seed, purpose or self.purpose, task, *place, *turns)
         sentences = {t.name: t.sentences for t in self.case.settings.tasks}.get(task)
-        said = world.respond(context, seed, version, most, sentences)
+        said = world.respond(context, seed, version, most, sentences, version in self.case.collapsed)
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
@@ -840,6 +894,7 @@ def given_of(case: Case, product: Product) -> Given:
         compared=compared,
         world=Words(case, "rollout", row),
         held_out_world=Words(case, "evaluation", held_out),
+        confirming_world=lambda purpose: Words(case, purpose, held_out),
         teachers=product.teachers(),
         held_out={n: len(run.eval_rows) for n, run in product.trainer.tasks.items()},
         asked=asked,

@@ -19,6 +19,7 @@ class Config:
     silent: float = 0.0
     same_silent: float = 0.0
     answers: list[str] = field(default_factory=list)
+    if_bad: float | None = None
     low: float = float("-inf")
     high: float = float("inf")
     higher_is_better: bool = True
@@ -38,6 +39,7 @@ class _Scripted:
             silent=config.silent,
             same_silent=config.same_silent,
             answers=tuple(config.answers),
+            if_bad=config.if_bad,
         )
         self.traits = PluginTraits(
             isolate=False,

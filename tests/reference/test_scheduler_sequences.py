@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +14,9 @@ from multitask_rl.curriculum.patience import Patience
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.tac import TAC
+from multitask_rl.records import Direction
 from multitask_rl.seeding import derive_seed
+from multitask_rl.statistics.intervals import summarise
 
 from .cases import draw_policy
 from .naive.controllers import Scheduler
@@ -46,6 +50,10 @@ def differences(seed: int, policy: str) -> list[str]:
         policy_config=draw_policy(stream, policy),
         min_weight=stream.choice((None, None, 0.0, 0.05)),
     )
+    # a metric in place of the reward: its direction and declared range by task
+    own = random.Random(f"watched {policy} {seed}")
+    watched = {t.name: (own.random() < 0.5, own.choice((None, (0.0, 1.0), (-3.0, 5.0)))) for t in tasks}
+    watched = watched if own.random() < 0.4 else {}
     reference = Scheduler(settings, {t.name: derive_seed(seed, "quota", t.name) for t in tasks})
 
     def bound() -> DynamicTaskWeightScheduler:
@@ -53,6 +61,7 @@ def differences(seed: int, policy: str) -> list[str]:
             {t.name: t.weight for t in tasks},
             policy=policy,
             min_weight=settings.min_weight,
+            metric_key="watched" if watched else "reward_score",
             **settings.policy_config,
         )
         ranges = {t.name: ends for t in tasks if (ends := t.range_of("reward")) is not None}
@@ -82,8 +91,26 @@ def differences(seed: int, policy: str) -> list[str]:
         if stream.random() < 0.5:
             for a in cosines:
                 cosines[a] = {b: past_cosine(seed, a, b, step) for b in cosines if b != a}
-        product.update({n: stats_of(n, own, cosines[n]) for n, own in groups.items()}, step)
-        reference.observe({n: seen_of(own, cosines[n]) for n, own in groups.items()})
+        told = {n: stats_of(n, own, cosines[n]) for n, own in groups.items()}
+        seen = {n: seen_of(own, cosines[n]) for n, own in groups.items()}
+        for t in (t for t in tasks if watched):
+            is_lower, ends = watched[t.name]
+            low, high = ends or (-math.inf, math.inf)
+            value = own.choice((math.nan, 0.2, 0.6, 0.8)) if step < 70 else own.uniform(-3.0, 5.0)
+            has_value = groups[t.name] and not math.isnan(value)
+            value = min(high, max(low, value)) if has_value else math.nan
+            seen[t.name] = replace(seen[t.name], watched=(value, ends, is_lower))
+            direction = Direction.lower if is_lower else Direction.higher
+            number = summarise([value], direction=direction, low=low, high=high)
+            extra = {} if math.isnan(value) else {"watched": value}
+            told[t.name] = replace(
+                told[t.name],
+                metrics={**told[t.name].metrics, **extra},
+                statistics=dict.fromkeys(extra, number),
+                reward_range=t.range_of("reward") if groups[t.name] else None,
+            )
+        product.update(told, step)
+        reference.observe(seen)
         short = {t.name: n for t in tasks if groups[t.name] and (n := stream.choice((0, 0, 1, 3)))}
         product.carry_over(short, settings.prompts_per_step)
         reference.carry_over(short)
@@ -91,7 +118,7 @@ def differences(seed: int, policy: str) -> list[str]:
             held_out = {t.name: (stream.gauss(0.4, 0.3), stream.choice((0.0, 0.03))) for t in tasks}
             means, errors = ({n: own[i] for n, own in held_out.items()} for i in (0, 1))
             product.calibrate(means, step, errors)
-            for name, trace in reference.traces.items():
+            for name, trace in reference.traces.items() if not watched else ():
                 trace.calibrate(*held_out[name])
         if stream.random() < 0.03:
             factors = {t.name: stream.choice((0.0, 0.5, 2.0)) for t in tasks if stream.random() < 0.5}

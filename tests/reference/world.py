@@ -45,14 +45,30 @@ def difficulty(seed: int, task: str, row: int) -> float:
     return stream(seed, "number", task, row).random()
 
 
+BAD = 2
+"""Token that most responses of a collapsed policy begin with."""
+
+
+def length(seed: int, task: str, row: int) -> int:
+    """A whole number that many rows share, the smaller the more."""
+    return min(30, int(stream(seed, "length", task, row).paretovariate(0.7)))
+
+
 def respond(
-    prompt: list[int], seed: int, version: int, limit: int, sentences: list[list[int]] | None = None
+    prompt: list[int],
+    seed: int,
+    version: int,
+    limit: int,
+    sentences: list[list[int]] | None = None,
+    is_collapsed: bool = False,
 ) -> Response:
     """Tokens by chance; with a grammar, prefixes of its ``sentences``."""
     rng = stream("response", tuple(prompt), seed, version)
     ids: list[int] = []
     while len(ids) < limit:
-        if sentences is None:
+        if not ids and is_collapsed and sentences is None and rng.random() < 0.9:
+            ids.append(BAD)
+        elif sentences is None:
             ids.append(EOS if rng.random() < 0.2 else rng.randrange(2, len(VOCABULARY)))
         else:
             longer = [s for s in sentences if s[: len(ids)] == ids]
@@ -113,6 +129,8 @@ class Script:
     """Chance that it says so of a whole group."""
     answers: tuple[str, ...] = ()
     """Those that it may read in a response, equally likely."""
+    if_bad: float | None = None
+    """Value of a response of a collapsed policy; None: as of others."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,8 @@ def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
         return None
     if own.random() < script.failing:
         return FAILED
+    if script.if_bad is not None and sample.ids[:1] == (BAD,):
+        return script.if_bad
     return value if is_same else own.choice(script.values)
 
 

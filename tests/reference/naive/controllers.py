@@ -56,6 +56,16 @@ class Seen:
     """Declared range of the rewards that applied to each slot."""
     cosines: Mapping[str, float] = field(default_factory=dict)
     """Of the task's gradient with those of others, in steps that compare them."""
+    watched: tuple[float, tuple[float, float] | None, bool] | None = None
+    """Another metric in place of the reward: value (NaN: none), declared range, whether lower is better."""
+
+    @property
+    def value(self) -> float:
+        """What the policy watches; higher is better."""
+        if self.watched is None:
+            return self.mean
+        value, ends, is_lower = self.watched
+        return (sum(ends) - value if ends else -value) if is_lower else value
 
 
 @dataclass
@@ -79,21 +89,37 @@ class Trace:
     offset: float = 0.0
     offset_variance: float = 0.0
     evaluations: int = 0
+    watches_another: bool = False
+    """The level is that of another metric than the reward."""
+    earned: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
+    """Then ``lowest`` and ``highest`` are empty, and this is what three groups have reached."""
 
     def observe(self, seen: Seen, smoothing: float, averaged: float) -> None:
         """Gain ``min(smoothing, n / averaged)``, a plain mean over prompts at first."""
         self.drawn += seen.prompts
         gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.drawn)
         self.informative.add(seen.informative / seen.prompts, seen.prompts, gain)
-        if math.isnan(seen.mean):
+        value, self.watches_another = seen.value, seen.watched is not None
+        if math.isnan(value):
             return
         self.prompts += seen.prompts
         gain = max(min(smoothing, seen.prompts / averaged), seen.prompts / self.prompts)
-        self.mean.add(seen.mean, seen.prompts, gain)
-        if not math.isnan(seen.headroom):
+        self.mean.add(value, seen.prompts, gain)
+        if not math.isnan(seen.headroom) and not self.watches_another:
             self.above.add(seen.headroom, seen.prompts, gain if self.above.steps else 1.0)
         if not math.isnan(seen.std):
             self.within.add(seen.std, seen.prompts, gain if self.within.steps else 1.0)
+        if seen.watched is not None:
+            lowest, highest = self.earned
+            lowest, highest = (
+                lowest + [min(own) for own in seen.shown],
+                highest + [max(x) for x in seen.shown],
+            )
+            self.earned = sorted(lowest)[:3], sorted(highest)[-3:]
+            if (ends := seen.watched[1]) is not None:
+                low, high = self.applied[0] if self.applied else ends
+                self.applied = [(min(low, ends[0]), max(high, ends[1]))]
+            return
         self.lowest = sorted(self.lowest + [min(own) for own in seen.shown])[:3]
         self.highest = sorted(self.highest + [max(own) for own in seen.shown])[-3:]
         if ranges := [*self.applied, *seen.applied]:
@@ -114,6 +140,8 @@ class Trace:
 
     def ends(self, declared: tuple[float, float] | None) -> tuple[float, float]:
         """The declared range; else what three groups have reached or passed; [0, 1] until rewards differ."""
+        if self.watches_another:
+            return self.applied[0] if self.applied else (min(0.0, self.mean.value), max(1.0, self.mean.value))
         if declared is not None:
             low, high = self.applied[0] if self.applied else declared
             if low < high:
@@ -220,7 +248,7 @@ class Scheduler:
             trace, declared = self.traces[name], self.settings[name].range_of("reward")
             before = trace.mean.value if trace.mean.steps else None
             trace.observe(own, self.config["smoothing"], self.config["prompts_averaged"])
-            if math.isnan(own.mean):
+            if math.isnan(own.value):
                 continue
             now = trace.place(trace.mean.value, declared)
             progress[name] = 0.0 if before is None else now - trace.place(before, declared)
@@ -284,6 +312,11 @@ class Scheduler:
         if not trace.within.steps:
             return math.sqrt(level * (1.0 - level)), self.level_error(name)
         low, high = trace.ends(self.settings[name].range_of("reward"))
+        if trace.watches_another:
+            lowest, highest = trace.earned
+            low, high = self.settings[name].range_of("reward") or (
+                (lowest[-1], highest[0]) if lowest and lowest[-1] < highest[0] else (0.0, 1.0)
+            )
         # the largest deviation of numbers in a range is half of it
         return trace.within.value / (high - low), trace.within.error((high - low) / 2.0) / (high - low)
 

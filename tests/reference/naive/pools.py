@@ -162,6 +162,12 @@ class Pools:
             self.last[own.row] = own.before
         self.carry = self.carries[first]
 
+    def skip(self, rows: Mapping[int, int]) -> None:
+        """Go on behind draws of which nothing was learnt: draw -> row. No group comes any more."""
+        for draw, row in rows.items():
+            self.last[row] = draw
+        self.drawn, self.missed = {}, {}
+
     def observe(
         self, judged: Mapping[int, Sequence[float]], served: Mapping[int, Sequence[float]], step: int
     ) -> None:
@@ -218,9 +224,20 @@ class Pools:
 
 
 def sorted_into(values: Mapping[int, float | str], number: int) -> dict[int, str]:
-    """A pool per value, or ``number`` pools of equal size by the values, which then all differ."""
+    """A pool per value, or at most ``number`` pools of about equal size; equal values are not parted.
+
+    A pool ends with the value by which it and those before have their even part of the rows. A value that has
+    as many alone begins one.
+    """
     distinct = sorted(set(values.values()))  # type: ignore[type-var]
     if len(distinct) <= number:
         return {row: str(distinct.index(value)) for row, value in values.items()}
-    assert len(distinct) == len(values)
-    return {row: str(distinct.index(value) * number // len(values)) for row, value in values.items()}
+    pool, before, pools = 0, 0, {}
+    for value in distinct:
+        own = sum(other == value for other in values.values())
+        fills_one = before > 0 and own * number >= len(values) and pool + 1 < number
+        if before * number >= len(values) * (pool + 1) or fills_one:
+            pool += 1
+        pools[value] = str(pool)
+        before += own
+    return {row: pools[value] for row, value in values.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -148,7 +148,8 @@ class Number:
     n: int
     error: float
     direction: str
-    by_prompt: tuple[float, ...] = ()
+    by_prompt: Mapping[object, float] = field(default_factory=dict)
+    """Those without a value may be missing."""
 
 
 def number(
@@ -181,6 +182,5 @@ def number(
         rate = (events + 2) / (n + 4)
         least = (high - low) * math.sqrt(rate * (1.0 - rate) / (n + 4))
         error = least if math.isnan(error) else max(error, least)
-    means = dict.fromkeys(prompts, math.nan)
-    means |= {p: math.fsum(v for v, q in known if q == p) / sum(q == p for _, q in known) for _, p in known}
-    return Number(mean=mean, n=n, error=error, direction=direction, by_prompt=tuple(means.values()))
+    means = {p: math.fsum(v for v, q in known if q == p) / sum(q == p for _, q in known) for _, p in known}
+    return Number(mean=mean, n=n, error=error, direction=direction, by_prompt=means)

@@ -194,6 +194,33 @@ class Anchor:
 
 
 @dataclass(kw_only=True)
+class GuardRules:
+    """What a guard that acts goes by; the documented defaults."""
+
+    drop: float = 0.15
+    """Fall that matters: a part of the demonstrated value, or in the metric's unit with ``absolute``."""
+    absolute: bool = False
+    rollback_steps: int = 100
+    max_rollbacks: int = 3
+    rollback_window: int = 1000
+    warmup: int = 4
+    cusum_limit: float = 5.0
+    min_demonstrated: float = 0.05
+    cooldown_steps: int = 100
+    confirm: bool = True
+    confirm_z: float = 3.09
+    stored_z: float = 2.33
+    on_changed_task: str = "stop"
+    ladder: Sequence[str] = ("rollback",)
+    skip_data: bool = True
+    lr_factor: float = 0.5
+    lr_hold_steps: int = 50
+    lr_rewarm_steps: int = 50
+    culprit_factor: float = 0.5
+    victim_factor: float = 2.0
+
+
+@dataclass(kw_only=True)
 class Settings:
     tasks: list[Task]
     anchors: list[Anchor] = field(default_factory=list)
@@ -201,6 +228,10 @@ class Settings:
     """What the guard multiplies shares by, task by task, from each evaluation on; the last ones stay."""
     guard_rate: float = 1.0
     """... and the learning rate, from the first one on."""
+    acting: GuardRules | None = None
+    """Of a guard that acts; None: it only judges."""
+    checkpoint_every: int = 0
+    checkpoint_keep: int = 4
     prompts_per_step: int = 8
     num_minibatches: int = 1
     num_epochs: int = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ from .experience import (
     outcome,
     run_prompt,
 )
-from .guard import Guard
+from .guard import ActingGuard, Guard
 from .loss import (
     TokenSums,
     allowed_tokens,
@@ -82,6 +83,8 @@ class Given:
     held_out: Mapping[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
     held_out_world: World | None = None
+    confirming_world: Callable[[str], World] | None = None
+    """The same with the random numbers of the confirmation of that name."""
     read: Callable[[Attempt, str], str] = lambda attempt, reward: ""
     """Response, reward -> the answer that the reward reads in it."""
     teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -123,6 +126,20 @@ class Result:
     """How close the closest discontinuous decision was."""
     parts: dict[str, Tensor]
     """Each task's part of the actor's gradient in the first update, where the step compares them."""
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    version: int
+    is_good: bool | None
+    """None: its weights were not judged."""
+    score: float | None
+    state: dict[str, object]
+    """Attribute of the run -> value."""
+
+
+OF_A_CHECKPOINT = ("weights", "refused", "step_number", "version", "scheduler", "optimizer", "credit_states")
+OF_A_CHECKPOINT += ("kls", "multipliers", "draws", "buffers", "reference", "pools", "written", "evaluated_at")
 
 
 @dataclass
@@ -169,8 +186,19 @@ class Run:
         self.margins: list[float] = []
         anchors = self.settings.anchors
         names = [t.name for t in self.settings.tasks] + [a.name for a in anchors]
-        self.guard = Guard(names + self.settings.watched, [f"{a.name}/kl" for a in anchors])
+        own_guard = [*names, *self.settings.watched], [f"{a.name}/kl" for a in anchors]
+        self.guard = Guard(*own_guard)
+        if self.settings.acting:
+            self.guard = ActingGuard(*own_guard, self.settings.acting)
         self.evaluations = 0
+        self.evaluated_at = self.saved_at = -1
+        self.known: tuple[int, float | None, bool | None] = (-1, None, None)
+        """Step, score and verdict of the weights that were evaluated last."""
+        self.num_confirmations = 0
+        self.checkpoints: dict[int, Checkpoint] = {}
+        """By step."""
+        self.speakers = {self.fingerprint(): 0}
+        """Weights -> the newest version that had them."""
         self.written: dict[str, dict[int, list[int]]] = {}
         """What the actor wrote for an anchor without given texts."""
         for seen in self.given.past:
@@ -243,8 +271,9 @@ class Run:
         """Return quotas, everything drawn, and what is kept."""
         settings = self.settings
         stop = settings.max_steps
-        if settings.eval_every:  # what is sampled does not reach over an evaluation
-            stop = min(stop, (self.step_number // settings.eval_every + 1) * settings.eval_every)
+        for every in (settings.eval_every, settings.checkpoint_every):
+            if every:  # what is sampled does not reach over an evaluation or a checkpoint
+                stop = min(stop, (self.step_number // every + 1) * every)
         last = min(self.step_number + self.lag, stop - 1)
         while self.step_number + len(self.ahead) <= last:
             shares, before, draws = self.scheduler.shares(), self.scheduler.carry, dict(self.draws)
@@ -298,6 +327,8 @@ class Run:
         self.ahead.clear()
         self.scheduler.carry_over(_count(group[0].task for _, group in self.late))
         self.late = []
+        if self.settings.acting:
+            self.save()
 
     def settle(
         self, kept: Sequence[Attempt], entitled: Mapping[str, int], dropped: Mapping[str, int]
@@ -451,7 +482,11 @@ class Run:
         self, samples: Sequence[Sample], shares: Mapping[str, float], teacher: Teacher, sums: TokenSums
     ) -> list[Update]:
         settings, updates = self.settings, []
-        factor = schedule(settings, self.step_number) * (settings.guard_rate if self.evaluations else 1.0)
+        factor = schedule(settings, self.step_number)
+        if isinstance(self.guard, ActingGuard):
+            factor *= self.guard.rate(self.step_number)
+        elif self.evaluations:
+            factor *= settings.guard_rate
         for epoch in range(settings.num_epochs):
             order = {
                 t.name: self.given.shuffle(
@@ -521,51 +556,174 @@ class Run:
 
     def evaluate(self) -> tuple[dict[str, Number], bool, bool]:
         """Return metrics by ``task`` and ``task/metric``, whether the guard alarms, whether all is good."""
-        numbers: dict[str, Number] = {}
-        ends: dict[str, tuple[float, float] | None] = {}
-        world = self.given.held_out_world
-        assert world is not None
-        for task in self.settings.tasks:
-            if not task.has_rewards:
-                main = self.measure_texts(task, world)
-                numbers |= {task.name: main} if main is not None else {}
-                ends[task.name] = (0.0, math.inf)
-                continue
-            control = []
-            if task.type == "reward_conditioned":
-                control = [self.settings.first_control_token + task.config["quantiles"] - 1]
-            attempts = [
-                attempt
-                for i in range(self.given.held_out[task.name])
-                for attempt in run_prompt(
-                    task, i, self.version, world, self.given.asked, control, task.eval_samples
-                )
-            ]
-            memory = self.refused[task.name]
-            own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
-            rates = solved_rates(task, attempts, memory)
-            own |= {f"{task.name}/{k}": v for k, v in rates.items()}
-            most = majority(task, attempts, memory, self.given.read)
-            own |= {} if most is None else {f"{task.name}/maj@{task.eval_samples}": most}
-            main = primary(task, attempts, memory)
-            numbers |= own | ({task.name: main} if main is not None else {})
-            ends[task.name] = task.range_of(task.primary_metric)
-            for name in own:
-                metric = name.removeprefix(f"{task.name}/")
-                is_reward = metric.startswith("reward/") or metric == "reward_mean"
-                of = "reward" if metric == "reward_mean" else metric.removeprefix("reward/")
-                ends[name] = task.range_of(of) if is_reward else (0.0, 1.0) if metric != "length" else None
-            mean = own.get(f"{task.name}/reward_mean")
-            if mean is not None and task.name in self.scheduler.traces:
-                self.scheduler.traces[task.name].calibrate(mean.mean, mean.error)
-        for anchor in self.settings.anchors:
-            measured = self.measure_anchor(anchor)
-            numbers |= measured
-            ends |= dict.fromkeys(measured, (0.0, math.inf))
+        numbers, ends = self.measure_all()
+        self.calibrate(numbers)
         self.evaluations += 1
         if factors := self.settings.guard_factors:
             self.scheduler.factors = factors[min(self.evaluations, len(factors)) - 1]
         return numbers, *self.guard.observe(numbers, ends)
+
+    def measure_all(self) -> tuple[dict[str, Number], dict[str, tuple[float, float] | None]]:
+        """Return metrics by ``task`` and ``task/metric``, and their ranges."""
+        numbers: dict[str, Number] = {}
+        ends: dict[str, tuple[float, float] | None] = {}
+        world = self.given.held_out_world
+        assert world is not None
+        for task in [*self.settings.tasks, *self.settings.anchors]:
+            found, ranges = self.measure(task, world)
+            numbers, ends = numbers | found, ends | ranges
+        return numbers, ends
+
+    def measure(
+        self, task: Task | Anchor, world: World
+    ) -> tuple[dict[str, Number], dict[str, tuple[float, float] | None]]:
+        """The same of one task."""
+        if isinstance(task, Anchor):
+            numbers = self.measure_anchor(task)
+            return numbers, dict.fromkeys(numbers, (0.0, math.inf))
+        if not task.has_rewards:
+            main = self.measure_texts(task, world)
+            return ({task.name: main} if main is not None else {}), {task.name: (0.0, math.inf)}
+        control = []
+        if task.type == "reward_conditioned":
+            control = [self.settings.first_control_token + task.config["quantiles"] - 1]
+        version = self.speakers[self.fingerprint()]
+        attempts = [
+            attempt
+            for i in range(self.given.held_out[task.name])
+            for attempt in run_prompt(task, i, version, world, self.given.asked, control, task.eval_samples)
+        ]
+        memory = self.refused[task.name]
+        own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
+        rates = solved_rates(task, attempts, memory)
+        own |= {f"{task.name}/{k}": v for k, v in rates.items()}
+        most = majority(task, attempts, memory, self.given.read)
+        own |= {} if most is None else {f"{task.name}/maj@{task.eval_samples}": most}
+        main = primary(task, attempts, memory)
+        ends = {task.name: task.range_of(task.primary_metric)}
+        for name in own:
+            metric = name.removeprefix(f"{task.name}/")
+            is_reward = metric.startswith("reward/") or metric == "reward_mean"
+            of = "reward" if metric == "reward_mean" else metric.removeprefix("reward/")
+            ends[name] = task.range_of(of) if is_reward else (0.0, 1.0) if metric != "length" else None
+        return own | ({task.name: main} if main is not None else {}), ends
+
+    def calibrate(self, numbers: Mapping[str, Number]) -> None:
+        for name, trace in self.scheduler.traces.items():
+            if (mean := numbers.get(f"{name}/reward_mean")) is not None:
+                trace.calibrate(mean.mean, mean.error)
+
+    def fingerprint(self) -> float:
+        """Of the actor's weights."""
+        return math.fsum(float(w.sum()) for n, w in self.weights.items() if not n.startswith("critic."))
+
+    def inspect(self) -> tuple[dict[str, Number], str, bool]:
+        """Evaluate and save what is due, and do what the guard says.
+
+        Return metrics, ``rollback``, ``stop`` or "", and whether all is good.
+        """
+        guard, step, settings = self.guard, self.step_number, self.settings
+        assert isinstance(guard, ActingGuard)
+        is_first = self.evaluated_at < 0
+        is_due = is_first or (settings.eval_every > 0 and step % settings.eval_every == 0)
+        numbers: dict[str, Number] = {}
+        is_evaluated = is_due and self.evaluated_at != step
+        is_good = False
+        if is_evaluated:
+            numbers, ends = self.measure_all()
+            action, is_good = guard.decide(step, numbers, ends, self.confirm)
+            self.calibrate(numbers)
+            self.evaluations, self.evaluated_at = self.evaluations + 1, step
+            self.known = step, self.score(numbers), is_good
+            if action == "stop":
+                return numbers, action, is_good
+            is_back = action == "rollback" and self.roll_back()
+            self.scheduler.factors = guard.factors
+            if is_back:
+                self.save()
+                return numbers, "rollback", is_good
+        saves = is_first or (settings.checkpoint_every > 0 and step % settings.checkpoint_every == 0)
+        if not saves and is_evaluated and is_good:
+            reach = max(1, guard.rules.rollback_steps // 2)
+            newest = max((at for at, c in self.checkpoints.items() if c.is_good), default=-math.inf)
+            saves = step - newest >= min(settings.checkpoint_every or reach, reach)
+        if is_evaluated if self.saved_at == step else saves:
+            self.save()
+        return numbers, "", is_good
+
+    def score(self, numbers: Mapping[str, Number]) -> float | None:
+        """The mean of the tasks' primary metrics: of those with rewards, if there are any."""
+        counted = [t for t in self.settings.tasks if t.has_rewards] or self.settings.tasks
+        if any(t.name not in numbers for t in counted):
+            return None
+        own = [numbers[t.name] for t in counted]
+        return math.fsum(x.mean * (1.0 if x.direction == "higher" else -1.0) for x in own) / len(own)
+
+    def save(self) -> None:
+        """Keep a checkpoint, and of the others the newest, the best and two judged good."""
+        step, before = self.step_number, self.scheduler
+        self.saved_at = step
+        self.scheduler = copy.deepcopy(before)
+        self.scheduler.carry_over(_count(group[0].task for _, group in self.late))  # it leaves them out
+        state = copy.deepcopy({name: getattr(self, name) for name in OF_A_CHECKPOINT})
+        self.scheduler = before
+        at, score, is_good = self.known
+        own = {"score": score, "is_good": is_good} if at == step else {"score": None, "is_good": None}
+        self.checkpoints[step] = Checkpoint(version=self.version, state=state, **own)  # type: ignore[arg-type]
+        newest = sorted(self.checkpoints, reverse=True)
+        kept = [at for at in newest if self.checkpoints[at].is_good][:2]
+        kept += newest[: self.settings.checkpoint_keep]
+        scores = {at: c.score for at, c in self.checkpoints.items() if c.score is not None}
+        kept += [at for at in newest if scores.get(at) == max(scores.values(), default=0.0)][:1]
+        self.checkpoints = {at: c for at, c in self.checkpoints.items() if at in kept}
+
+    def roll_back(self) -> bool:
+        """Go back to the guard's target, if there is one; what was drawn since is not drawn again."""
+        guard = self.guard
+        assert isinstance(guard, ActingGuard)
+        target = guard.target([at for at, c in self.checkpoints.items() if c.is_good], self.step_number)
+        if target is None:
+            return False
+        self.ahead.clear()
+        self.late = []
+        draws = dict(self.draws)
+        for name, value in copy.deepcopy(self.checkpoints[target].state).items():
+            setattr(self, name, value)
+        for name, first in self.draws.items():
+            chosen = self.given.chosen.get(name, {})
+            if guard.rules.skip_data:
+                if name in self.pools:
+                    rows = {draw: chosen[draw] for draw in range(first, draws[name])}
+                    self.pools[name].skip(rows)
+            else:
+                for draw in range(first, draws[name]):
+                    chosen.pop(draw, None)
+        if guard.rules.skip_data:
+            self.draws = draws
+        self.checkpoints = {at: c for at, c in self.checkpoints.items() if at <= target}
+        self.saved_at = target
+        own = self.checkpoints[target]
+        self.known = target, own.score, own.is_good
+        self.speakers[self.fingerprint()] = self.version
+        guard.rolled_back(target)
+        return True
+
+    def confirm(self, name: str) -> tuple[int, dict[str, Number], dict[str, Number]] | None:
+        """Evaluate a task anew, with these weights and with those last judged good."""
+        good = max((at for at, c in self.checkpoints.items() if c.is_good), default=None)
+        if good is None:
+            return None
+        self.num_confirmations += 1
+        assert self.given.confirming_world is not None
+        world = self.given.confirming_world(f"confirmation/{self.step_number}/{self.num_confirmations}")
+        task = next(t for t in [*self.settings.tasks, *self.settings.anchors] if t.name == name)
+        now, before = self.measure(task, world)[0], self.weights
+        own = self.checkpoints[good].state["weights"]
+        assert isinstance(own, dict)
+        self.weights = {n: w if n.startswith("critic.") else own[n] for n, w in before.items()}
+        then = self.measure(task, world)[0]
+        self.weights = before
+        return good, now, then
 
     def measure_anchor(self, anchor: Anchor) -> dict[str, Number]:
         """Loss under the actor and KL(initial actor, actor), each text's mean over its tokens."""
@@ -605,7 +763,8 @@ class Run:
             context = world.prompt(task.name, i)
             ids = world.given(task.name, i)
             if task.type == "distill":
-                ids = world.write(task.name, (i, 0, 0), 0, self.version, context, task.max_new_tokens).ids
+                version = self.speakers[self.fingerprint()]
+                ids = world.write(task.name, (i, 0, 0), 0, version, context, task.max_new_tokens).ids
             answer = Answer(context=context, ids=ids, logprobs=[], finish="stop")
             samples.append(
                 Sample(
@@ -650,6 +809,7 @@ class Run:
         now = merged(self.weights)
         self.reference = {n: decay * w + (1.0 - decay) * now[n] for n, w in self.reference.items()}
         self.version += 1
+        self.speakers[self.fingerprint()] = self.version
         numbers = {}
         for task in settings.tasks:
             own = metrics[task.name]
@@ -699,6 +859,8 @@ class Run:
                 if (cost := own_numbers.get(f"cost/{m.rule.name}")) is not None:
                     m.update(cost.mean)
         self.scheduler.observe(seen)
+        if isinstance(self.guard, ActingGuard):
+            self.guard.note_step(self.step_number, self.noted(batch, drawn, seen))
         self.step_number += 1
         return Result(
             quotas=batch.quotas,
@@ -712,6 +874,18 @@ class Run:
             margin=min(self.margins, default=math.inf),
             parts=self.parts or {},
         )
+
+    def noted(
+        self, batch: Batch, drawn: Sequence[Attempt], seen: Mapping[str, Seen]
+    ) -> dict[str, tuple[float, float, float]]:
+        """Of each task: groups that teach, groups to train on (NaN: it has no share), training reward."""
+        found = {}
+        for task in self.settings.tasks:
+            own = groups_of([a for a in drawn if a.task == task.name])
+            able = float(sum(any(is_trainable(task, a) for a in g) for g in own.values()))
+            prompts = able if batch.shares[task.name] else math.nan
+            found[task.name] = float(seen[task.name].informative), prompts, seen[task.name].mean
+        return found
 
     def loss_shares(
         self, quotas: Mapping[str, int], kept: Sequence[Attempt], samples: Sequence[Sample]

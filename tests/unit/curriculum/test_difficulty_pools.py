@@ -366,6 +366,21 @@ def test_columns_of_numbers_and_of_texts() -> None:
         stream(CurriculumSpec(by="name"), [{"id": i, "name": str(i)} for i in range(100)])
 
 
+@pytest.mark.parametrize(
+    ("rows_of_each", "sizes"),
+    [
+        ([1, 1, 1, 1, 36], [4, 36]),
+        ([3, 3, 3, 3, 3, 85], [15, 85]),
+        ([1, 1, 40, 1, 1, 1], [2, 40, 1, 2]),
+        ([40, 1, 1, 1, 1], [40, 1, 1, 2]),
+    ],
+)
+def test_a_number_of_most_rows_does_not_swallow_the_pools_of_the_others(rows_of_each, sizes):
+    rows = [{"id": f"{n}/{i}", "length": n} for n, own in enumerate(rows_of_each) for i in range(own)]
+    pools = stream(CurriculumSpec(by="length", pools=4), rows).state_dict()["curriculum"]["pools"]
+    assert [len(pool) for pool in pools.values()] == sizes
+
+
 def test_mastery_takes_fewer_prompts_than_drawing_uniformly() -> None:
     path = Path(__file__).parents[3] / "docs" / "simulate_curriculum.py"
     prompts_to_mastery = runpy.run_path(str(path))["prompts_to_mastery"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -209,3 +210,57 @@ def test_the_level_of_another_metric_is_its_place_in_the_range_that_it_declares(
     resumed.bind(["a"])
     resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
     assert resumed.metrics()["task/a/level"] == pytest.approx(level)
+
+
+@pytest.mark.parametrize("policy", ["learnability", "tac"])
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_beside_another_metric_the_spread_is_a_part_of_the_range_of_the_reward(
+    policy: str, is_declared: bool
+) -> None:
+    """Both tasks have the same rewards, in another unit."""
+    units = {"small": 1.0, "large": 10.0}
+    scheduler = DynamicTaskWeightScheduler(policy=policy, metric_key="accuracy")
+    scheduler.bind(list(units))
+    for step in range(30):
+        found = {
+            task: TaskStats(
+                task=task,
+                num_prompts=8,
+                num_informative=8,
+                reward_mean=0.5 * unit,
+                reward_std=0.3 * unit,
+                lowest=[0.0] * 3,
+                highest=[unit] * 3,
+                reward_range=(0.0, unit) if is_declared else None,
+                metrics={"accuracy": 0.5},
+            )
+            for task, unit in units.items()
+        }
+        scheduler.update(found, step)
+        resumed = DynamicTaskWeightScheduler(policy=policy, metric_key="accuracy")
+        resumed.bind(list(units))
+        resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        scheduler = resumed
+    assert scheduler.weights() == pytest.approx({"small": 0.5, "large": 0.5})
+
+
+def test_steps_without_a_reward_lower_the_share_of_informative_groups_as_after_a_resume() -> None:
+    """Rewards of ``a`` fail from step 30 on: its groups teach nothing."""
+
+    def bound() -> DynamicTaskWeightScheduler:
+        found = DynamicTaskWeightScheduler(policy="deficit_learnability")
+        found.bind(["a", "b", "c"], reward_ranges=dict.fromkeys("abc", (0.0, 1.0)))
+        return found
+
+    scheduler = bound()
+    for step in range(60):
+        rewards = {"a": 0.2 if step < 30 else math.nan, "b": 0.5, "c": 0.8}
+        found = {
+            task: TaskStats(task=task, num_prompts=8, num_informative=8 * (reward > 0.0), reward_mean=reward)
+            for task, reward in rewards.items()
+        }
+        scheduler.update(found, step)
+        shares = scheduler.weights()
+        resumed = bound()
+        resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+        assert resumed.weights() == pytest.approx(shares), step

@@ -432,6 +432,47 @@ def test_rollback_target_predates_the_part_of_a_fall_that_leaves_no_evidence() -
     assert guard.rollback_target(infos) == infos[1]
 
 
+def test_rollback_target_is_no_step_at_which_the_fallen_metric_had_no_value() -> None:
+    """Its rewards failed in the first evaluation; a metric that never had a value does not count."""
+    guard = _guard()
+    for step in range(0, 110, 10):
+        cost = [(5.0 if step < 100 else 9.0) + i % 5 for i in range(200)]
+        found = _constant({"a": 0.6}, step)
+        if step:
+            found["b"] = make_evaluation(cost, task="b", step=step, direction=Direction.lower)
+        decision = guard.observe(step, found)
+        assert decision.judged_good == (step < 100)
+    assert (decision.action, decision.task) == (GuardAction.rollback, "b")
+    infos = [CheckpointInfo(step=step, judged_good=True) for step in (0, 50, 80)]
+    assert guard.rollback_target(infos) == infos[2]
+
+
+def test_after_a_change_of_the_task_that_only_warns_a_rollback_looks_at_no_earlier_values() -> None:
+    def evaluate(level: float, step: int) -> TaskEvaluation:
+        return _constant({"a": level}, step)["a"]
+
+    def levels(steps: range) -> list[GuardDecision]:
+        found = []
+        for step in steps:
+            now = 0.8 if step < 220 else 0.4 if step < 300 else 0.1
+            pair = evaluate(now, step), evaluate(0.4, 210)  # the good weights in the changed world
+            found.append(guard.observe(step, {"a": evaluate(now, step)}, lambda _, pair=pair: pair))
+        return found
+
+    guard = _guard("a", on_changed_task="warn")
+    decisions = levels(range(0, 310, 10))
+    assert [d.action for d in decisions] == [
+        *[GuardAction.keep] * 22,
+        GuardAction.warn,
+        *[GuardAction.keep] * 7,
+        GuardAction.rollback,
+    ]
+    good = [CheckpointInfo(step=step, judged_good=True) for step in (200, 210, 260, 280)]
+    assert guard.rollback_target(good) == good[3]
+    guard.rolled_back(good[1], step=210)  # the others are damaged
+    assert {d.action for d in levels(range(220, 300, 10))} == {GuardAction.keep}, "the change was told"
+
+
 def test_factors_are_lifted_once_the_victim_has_recovered_and_the_cooldown_is_over() -> None:
     guard = _guard(cooldown_steps=50)
     _fall(guard)
