@@ -165,7 +165,7 @@ def print_next_steps(directory: Path, run: Trained, summary: Path) -> None:
     """Print where the results are, and the commands that show them."""
     python = Path(sys.executable)
     print(f"\nsummary: {summary}\nrun: {run.config.output_dir}")
-    print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {run.config.tracking.uri}")
+    store = run.config.tracking.uri or f"sqlite:///{Path(run.config.output_dir).parent / 'mlflow.db'}"
+    print(f"MLflow: {python.with_name('mlflow')} ui --backend-store-uri {store}")
     page = f"--html {directory / 'report.html'} --open"
     print(f"report: {python.with_name('multitask-rl')} report {directory / 'run'} {page}")
-    print("a second run, and both compared in a browser: README.md, Start")

@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     target = options.directory / "summary.json"
     target.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     print_next_steps(options.directory, run, target)
+    print("a second run, and both compared in a browser: README.md, Start")
     return exit_code
 
 

@@ -1,4 +1,4 @@
-"""Check a tasks file, print it with all defaults, or print its JSON schema. No model is loaded."""
+"""Check a tasks file, print its tasks, or print its JSON schema. No model is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="validate | show | schema")
     for name, text in (
         ("validate", "check keys, plugins and every row; score one row per task, play one turn of its world"),
-        ("show", "print the tasks with all defaults"),
+        ("show", "print share, data, rewards and constraints of each task"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("file", help="the tasks file")
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
             TRUST, action="store_true", help="run code that a file outside the working directory names"
         )
         if name == "show":
-            command.add_argument("--json", action="store_true", help="for programs")
+            command.add_argument("--json", action="store_true", help="print every key, defaults included")
     text = "print the JSON schema of a tasks file, for editors"
     schema = commands.add_parser("schema", help=text, description=text)
     schema.add_argument("--run", action="store_true", help="of a run's configuration instead")

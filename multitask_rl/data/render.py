@@ -587,9 +587,12 @@ def check_rows(
                 known = {"id", "split", "task", "reference", *needs, *parameters}
                 column = next((c for c in row if c not in known and isinstance(row[c], str)), next(iter(row)))
                 hint = f"; name the column of the prompts in the task, such as prompt: '{{{column}}}'"
+            readers = {"the prompt": prompted, "the answer": answered, "tools_column": {spec.tools_column}}
+            readers |= {"a reward, constraint or environment": {*needs, *parameters}}
+            read_by = " and ".join(name for name, own in readers.items() if missing & own)
             raise DataError(
                 f"{spec.where}: row {label} of {place} lacks "
-                f"{', '.join(sorted(missing))}, which the prompt or a plugin reads "
+                f"{', '.join(sorted(missing))}, read by {read_by} "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
         prompt = render_content(spec, row)

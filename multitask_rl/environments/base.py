@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages."""
 Message = Mapping[str, Any]
-"""``role`` (``system``, ``user``, ``assistant``, ``tool``) and ``content``, a text; further keys are for the
+"""``role`` (one of ``ROLES``) and ``content``, a text; further keys are for the
 chat template (``name``, ``tool_call_id``)."""
 
 Earned = float | Mapping[str, float] | None
@@ -25,7 +27,7 @@ class StepResult:
     """The answer of an environment to one message of the actor."""
 
     messages: Sequence[Message] = ()
-    """What the environment says; empty only with ``done``."""
+    """What the environment says; empty only with ``done`` or ``anew``."""
     done: bool = False
     """The episode ends."""
     reward: Earned = None

@@ -25,7 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
-from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
+from multitask_rl.environments.base import ROLES, Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import ENVIRONMENTS, locate
@@ -35,7 +35,6 @@ MODEL = "actor"
 _PATH = "/v1/chat/completions"
 _MAX_REQUEST_BYTES = 64 << 20
 _IDLE_S = 60.0
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class RefusedError(Exception):
@@ -418,9 +417,9 @@ def _read_request(body: Any) -> Request:
         )
     messages = []
     for message in body["messages"]:
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise RefusedError(
-                400, f"a message is an object with a 'role' of {', '.join(_ROLES)}, got {message!r:.200}"
+                400, f"a message is an object with a 'role' of {', '.join(ROLES)}, got {message!r:.200}"
             )
         calls = message.get("tool_calls") or []
         if not (isinstance(calls, list) and all(map(_has_function, calls))):

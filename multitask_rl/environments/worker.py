@@ -26,7 +26,7 @@ from typing import Any
 
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.environments.adapt import WorldSpec
-from multitask_rl.environments.base import Earned, Opening, StepResult, World
+from multitask_rl.environments.base import ROLES, Earned, Opening, StepResult, World
 from multitask_rl.environments.calls import CALL_FACTS
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind
@@ -193,6 +193,8 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
             raise TypeError(
                 f"{message!r:.500} is no message; expected a mapping with the texts 'role' and 'content'"
             )
+        if message["role"] not in ROLES:
+            raise TypeError(f"the role {message['role']!r:.100} is none of {', '.join(ROLES)}")
     messages = _plain([dict(message) for message in answer.messages])
     # a text is a sequence of letters, and every answer holds the empty text
     if isinstance(answer.stop, str) or not all(isinstance(text, str) and text for text in answer.stop):

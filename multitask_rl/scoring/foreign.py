@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -94,6 +94,7 @@ class TrlReward(ForeignReward):
         given |= set(config.arguments)
         named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
         self.columns = tuple(p.name for p in named if p.default is p.empty and p.name not in given)
+        self.traits = replace(self.traits, needs=tuple(dict.fromkeys([*self.traits.needs, *self.columns])))
 
     def score(self, rollouts: Sequence[Rollout]) -> Sequence[Any]:
         """Return one value per rollout; None means that the function does not apply to the sample."""

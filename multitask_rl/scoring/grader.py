@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -147,7 +147,11 @@ class Grader:
             return []
         try:
             plugin = self._plugin
-            raw = list(plugin.score(rollouts) if self._is_reward else plugin.judge(rollouts))
+            given = plugin.score(rollouts) if self._is_reward else plugin.judge(rollouts)
+            if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
+                method = "score" if self._is_reward else "judge"
+                raise TypeError(f"{method}(rollouts) returns a list, it returned {type(given).__name__}")
+            raw = list(given)
         except BaseException as error:  # noqa: BLE001 - the boundary where an error becomes data
             failure = failure_of(error, self.source)
             if len(rollouts) > 1 and failure.kind is not FailureKind.infra:

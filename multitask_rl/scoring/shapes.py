@@ -155,7 +155,7 @@ class FunctionPlugin:
         elif self.is_async:
             values = self._loop.value_of(self._gather(arguments))
         else:
-            values = each(self._call, arguments, self.label)
+            values = each(lambda one: self._loop.value_of(self._call(one)), arguments, self.label)
         answers = iter(values)
         return [one if isinstance(one, Failure) else next(answers) for one in asked]
 

@@ -60,6 +60,17 @@ def run_check(name: str, check: Callable[[], str | None]) -> Finding:
     return Finding(name, not problem, problem)
 
 
+def by_message(failed: Mapping[str, str], number: int) -> str:
+    """Return each message of ``failed`` once, with the names of its responses, of ``number`` in all."""
+    names: dict[str, list[str]] = {}
+    for name, message in failed.items():
+        names.setdefault(message, []).append(name)
+    return "; ".join(
+        f"{message}, for: {'all' if len(own) == number else ', '.join(own)}"
+        for message, own in sorted(names.items())
+    )
+
+
 def assert_findings(findings: Sequence[Finding]) -> None:
     """Raise ``AssertionError`` with every check that failed, if one did."""
     failed = [f"  {f.name}: {f.detail or 'no'}" for f in findings if not f.passed]
@@ -115,7 +126,8 @@ def check_reward(
             other = {**row, column: f"not {row[column]}"} if column else row
             compares = not column or full is not None or math.isfinite(high)
             if all(isinstance(own, NotApplicable) for own in (result, *results)):
-                detail = f"{_show(result)}; if it judges other rows, give one: --row"
+                detail = "every result is None, which says that it does not apply; return a number, or "
+                detail += "give a row that it judges: --row"
                 findings.append(Finding("a response gets a score", False, detail))
             elif not compares and [result] == grader.grade(_rollouts([answer], other)):
                 detail = f"it does not judge by {column!r}: no answer is the right one"
@@ -203,9 +215,12 @@ def _findings(
     else:
         grader = Grader(kind, plugin, type(plugin).__name__)
     rollouts = _rollouts([*texts, prompt], row)
+    before = [_texts(rollout.row) for rollout in rollouts]
     began = time.monotonic()
     results = grader.grade(rollouts)
     seconds = time.monotonic() - began
+    pairs = zip(before, (_texts(rollout.row) for rollout in rollouts), strict=True)
+    changed = sorted({name for old, new in pairs for name, _ in old ^ new})
 
     def same(others: Sequence[Result]) -> str:
         pairs = [(a, b) for a, b in zip(results, others, strict=True) if a != b]
@@ -220,27 +235,32 @@ def _findings(
         return "" if pickle.loads(pickle.dumps(results)) == results else "pickling changes them"
 
     is_deterministic = grader.traits.deterministic
-    errors: dict[str, list[str]] = {}
-    for name, result in zip([*NON_ANSWERS, "prompt echo"], results, strict=True):
-        if isinstance(result, Failure) and result.kind is FailureKind.grader:
-            errors.setdefault(result.message, []).append(name)
-    broken = (
-        f"{message}, for: {'all' if len(names) == len(results) else ', '.join(names)}"
-        for message, names in sorted(errors.items())
-    )
+    errors = {
+        name: result.message
+        for name, result in zip([*NON_ANSWERS, "prompt echo"], results, strict=True)
+        if isinstance(result, Failure) and result.kind is FailureKind.grader
+    }
     unread = [r.message for r in results if isinstance(r, Failure) and r.kind is FailureKind.data]
     is_called = len(unread) < len(results)
     told = "" if is_called else f"{unread[0]}; give a row that has it: --row '{{...}}', or row=..."
+    broken = by_message(errors, len(results))
     limit, per_response = grader.traits.timeout_s * len(rollouts), 1000 * seconds / len(rollouts)
     alone = "a response's result does not depend on its batch"
     findings = [
         Finding("is called: the row has the columns that it reads", is_called, told),
-        Finding("hostile responses are graded without an error", not errors, "; ".join(broken)),
+        Finding("hostile responses are graded without an error", not errors, broken),
         Finding("within its time limit", seconds <= limit, f"{per_response:.2f} ms per response"),
         run_check(alone, lambda: same([grader.grade([rollout])[0] for rollout in rollouts]))
         if is_deterministic
         else Finding(alone, True, "not tried, it does not declare deterministic=True"),
         Finding("an empty batch gives no result", grader.grade([]) == []),
+        Finding(
+            "leaves the rows as they are",
+            not changed,
+            f"it changes {', '.join(changed)}, which other responses and plugins read; change a copy"
+            if changed
+            else "",
+        ),
     ]
     if is_deterministic:
         again = "the same from another thread (no signals, no global state)"
@@ -249,8 +269,11 @@ def _findings(
     findings.append(run_check("its results can travel between processes", travel))
     findings += own(grader, results)
     lacking = grader.grade([make_rollout("4", row={})])[0]
-    if isinstance(lacking, Failure):
+    if isinstance(lacking, Failure) and lacking.message in errors.values():
+        passed, detail = True, "not tried, it fails on rows with them"
+    elif isinstance(lacking, Failure):
         passed, detail = lacking.kind is FailureKind.data, f"{lacking.kind.value}: {lacking.message}"
+        detail += "" if passed else "; name what it reads: as a parameter, or in `needs` of its traits"
     else:
         passed, detail = not grader.traits.needs, "it reads no column, or has defaults" if row else ""
     findings.append(Finding("a row without its columns is a data failure", passed, detail))
@@ -284,6 +307,11 @@ def _works_in_worker(
 
 def _rollouts(texts: Sequence[str], row: Mapping[str, Any]) -> list[Rollout]:
     return [make_rollout(text, row=row, draw=index) for index, text in enumerate(texts)]
+
+
+def _texts(row: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """Return the columns of a row with their values as texts, which always compare."""
+    return {(str(name), repr(value)) for name, value in row.items()}
 
 
 def _show(result: Any) -> str:

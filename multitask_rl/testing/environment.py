@@ -12,7 +12,7 @@ from multitask_rl.environments.base import Opening, StepResult
 from multitask_rl.environments.pool import Answer, WorldPool
 from multitask_rl.environments.worker import CLOSING_S, Ended
 from multitask_rl.records import Failure, FailureKind
-from multitask_rl.testing.contract import NON_ANSWERS, Finding, asserting, run_check
+from multitask_rl.testing.contract import NON_ANSWERS, Finding, asserting, by_message, run_check
 
 LATE_S = CLOSING_S - 0.1
 """A process that takes so many seconds to end is killed."""
@@ -72,9 +72,8 @@ def check_environment(
             for name, end in zip(answers, ends, strict=True)
             if isinstance(end[-1], Failure)
         }
-        detail = "; ".join(f"{name}: {message}" for name, message in failed.items())
-        text = f"{len(answers)} episodes at once, {seconds:.2f} s"
-        findings.append(Finding("answers hostile texts and calls", not failed, detail or text))
+        detail = by_message(failed, len(answers)) or f"{len(answers)} episodes at once, {seconds:.2f} s"
+        findings.append(Finding("answers hostile texts and calls", not failed, detail))
         findings.append(Finding("episodes at once do not disturb each other", *_alone(others, given, calls)))
         (end,) = worlds.play([{}], [])
         lacks = isinstance(end[0], Failure) and end[0].kind is not FailureKind.data

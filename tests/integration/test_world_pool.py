@@ -97,6 +97,9 @@ class World:
     def no_message(self):
         return StepResult(messages=["hello"])
 
+    def wrong_role(self):
+        return StepResult(messages=[{"role": "human", "content": "go on"}])
+
     def silent(self):
         return StepResult()
 
@@ -233,6 +236,7 @@ def logged(tmp_path):
         ("own_class", "has no JSON form"),
         ("wrong", "expected a StepResult"),
         ("no_message", "is no message"),
+        ("wrong_role", "the role 'human' is none of system, developer, user"),
         ("silent", "returned no message"),
         ("stop_is_text", "stop is 'END'"),
         ("stop_is_empty", "stop is ['END', '']"),

@@ -148,7 +148,7 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("override", "parts"),
     [
-        ("tasks.math.prompt='{question}'", ["lacks question", "prompt, reference"]),
+        ("tasks.math.prompt='{question}'", ["lacks question, read by the prompt (", "prompt, reference"]),
         ("tasks.math.algorithm_config={clip_hihg: 1}", ["algorithm_config", "clip_hihg", "clip_high"]),
         ("tasks.math.rewards=[{plugin: math_answer, config: {nope: 1}}]", ["rewards[0].config", "nope"]),
         ("tasks.math.weight=-1", ["override: tasks.math.weight", ">= 0"]),
@@ -157,7 +157,7 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "'gone.py' does not exist"]),
         ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
         ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
-        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent,"]),
+        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent, read by a reward, "]),
         ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
     ],
 )

@@ -625,7 +625,8 @@ def test_the_last_message_of_a_chat_is_the_answer_that_sft_trains_on(answer: str
     if not answer:
         assert tokenizer.convert_ids_to_tokens(render_answer(own, given, tokenizer)) == ["5"]
         assert render_prompt(own, given, tokenizer)[0].endswith("assistant\n4"), "continued"
-    with pytest.raises(DataError, match="lacks answer" if not answer else "ends with no message of"):
+    told = "ends with no message of" if answer else "lacks answer, read by the answer"
+    with pytest.raises(DataError, match=told):
         check_rows(own, [{"prompt": rows[0]["prompt"][:-1]}])
 
 
@@ -659,7 +660,7 @@ def test_the_tools_of_a_row_are_shown_by_the_chat_template(value: Any) -> None:
 def test_what_is_no_list_of_tools_is_refused(value: Any, told: str) -> None:
     with pytest.raises(DataError, match=told):
         check_rows(spec(tools_column="functions"), [{"id": "r1", "prompt": "hi", "functions": value}])
-    with pytest.raises(DataError, match="lacks functions"):
+    with pytest.raises(DataError, match="lacks functions, read by tools_column"):
         check_rows(spec(tools_column="functions"), [{"prompt": "hi"}])
 
 

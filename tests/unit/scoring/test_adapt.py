@@ -94,6 +94,32 @@ def test_async_functions_run_together_and_time_out_alone(tmp_path: Path) -> None
     assert results[1] == Failure(kind=FailureKind.timeout, message="no answer within 0.2 s", source="f")
 
 
+def test_a_function_that_returns_an_awaitable_is_awaited(tmp_path: Path) -> None:
+    file = write(tmp_path, "async def ask(text): return 0.5\ndef f(response): return ask(response)\n")
+    assert values(f"{file}:f", [make_rollout(), make_rollout()]) == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("body", "returned"),
+    [
+        ("def score(self, rollouts): pass", "NoneType"),
+        ("async def score(self, rollouts): return [1.0]", "coroutine"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+def test_a_class_that_returns_no_list_is_told_what_it_returned(
+    tmp_path: Path, body: str, returned: str
+) -> None:
+    file = write(
+        tmp_path,
+        "from multitask_rl.contracts import PluginTraits\n"
+        f"class R:\n    traits = PluginTraits()\n    {body}\n",
+    )
+    result = grade(f"{file}:R", [make_rollout()])[0]
+    assert isinstance(result, Failure)
+    assert result.message == f"raised TypeError: score(rollouts) returns a list, it returned {returned}"
+
+
 @pytest.mark.parametrize(("declared", "expected"), [("timeout_s=5.0", False), ("deterministic=True", True)])
 def test_a_function_is_cached_only_where_it_says_that_it_is_deterministic(
     tmp_path: Path, declared: str, expected: bool

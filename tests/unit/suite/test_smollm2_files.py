@@ -9,6 +9,7 @@ from string import Template
 import pytest
 import yaml
 
+from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import UnavailableError
 from multitask_rl_rewards.ifeval import IFEval
@@ -113,3 +114,12 @@ def test_a_missing_model_is_one_error_that_names_the_packages(monkeypatch, tmp_p
     monkeypatch.setattr(model, "HUB_NAME", "nobody/no-such-model")
     with pytest.raises(UnavailableError, match=r"no_such_package.*requirements/smollm2\.txt"):
         model.find_model(tmp_path)
+
+
+def test_the_last_lines_of_an_example_name_the_store_of_its_runs(monkeypatch, capsys, tmp_path):
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    import results
+
+    run = results.Trained(RunConfig(output_dir=str(tmp_path / "run")), ["math"], 1, [], [])
+    results.print_next_steps(tmp_path, run, tmp_path / "summary.json")
+    assert f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow.db\n" in capsys.readouterr().out

@@ -238,6 +238,11 @@ class Breaks(Talks):
         return super().step({"content": message["content"].encode("latin-1")})
 
 
+class Forgets(Talks):
+    def step(self, message):
+        super().step(message)
+
+
 class Leaves(Talks):
     def step(self, message):
         os._exit(3)
@@ -260,7 +265,8 @@ class NeedsMore(Talks):
     [
         ("Talks", "", ""),
         ("Shares", "episodes at once do not disturb each other", "state belongs in self"),
-        ("Breaks", "answers hostile texts and calls", "broken text: "),
+        ("Breaks", "answers hostile texts and calls", "for: broken text"),
+        ("Forgets", "answers hostile texts and calls", "returned None; expected a StepResult, for: all"),
         ("Leaves", "answers hostile texts and calls", "ended with code 3"),
         ("Hangs", "its worlds close in time", "hangs"),
         ("NeedsMore", "begins an episode on a row", "infra failure"),

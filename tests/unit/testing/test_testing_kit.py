@@ -57,7 +57,15 @@ def write(folder: Path, body: str) -> str:
             "the same from another thread",
         ),
         ("def f(responses, reference): return [1.0]", "returned 1 results for 8 responses"),
-        ("def f(response): return None", "a response gets a score: not applicable"),
+        ("def f(response): return None", "a response gets a score: every result is None"),
+        (
+            "def f(response, rollout, **row):\n    rollout.row['reference'] = 'x'\n    return 1.0",
+            "leaves the rows as they are: it changes reference, which other responses and plugins read",
+        ),
+        (
+            "def f(response, **row): return float(row['reference'] == response)",
+            "raised KeyError: 'reference' (plugin.py:3); name what it reads: as a parameter, or in `needs`",
+        ),
         ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns"),
     ],
 )
@@ -70,6 +78,17 @@ def test_the_contract_suite_catches(tmp_path: Path, body: str, finding: str) -> 
 def test_a_sound_reward_passes(tmp_path: Path) -> None:
     body = "@with_traits(low=0, high=1)\ndef f(response, reference): return float(response == reference)"
     assert_reward_contract(write(tmp_path, body), row=ROW)
+
+
+def test_a_sound_reward_of_trl_passes(tmp_path: Path) -> None:
+    plugin = write(tmp_path, "def f(completions, reference): return [float(c == '4') for c in completions]")
+    assert_reward_contract(f"trl:{plugin}", row=ROW)
+
+
+def test_a_failure_on_every_row_is_one_finding(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as caught:
+        assert_reward_contract(write(tmp_path, "def f(response): return '1'"), row={"prompt": "2 + 2?"})
+    assert str(caught.value).count("returned '1', not a number") == 1
 
 
 def test_constraint_suite_tells_accepted_from_violating(tmp_path: Path) -> None:
@@ -88,7 +107,7 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
         "def f(response, reference): return float(response == reference)",
     )
     assert main(["check", sound]) == 0
-    assert "all 12 checks passed" in capsys.readouterr().out
+    assert "all 13 checks passed" in capsys.readouterr().out
     broken = tmp_path / "broken.py"
     broken.write_text("def f(response): return 'x'\n")
     assert main(["check", f"{broken}:f"]) == 1
