@@ -195,6 +195,16 @@ def _make_judges(
     }
 
 
+def judge_key(actor: Path, file: Path, template: str) -> str:
+    """Return a key of what a judge is made of: the body's weights, the code, the rows, the prompt."""
+    digest = hashlib.sha256(template.encode())
+    weights = [path for path in sorted(actor.iterdir()) if path.suffix in (".safetensors", ".bin")]
+    for path in (actor / "config.json", *weights, HERE / "judges.py", file):
+        with path.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+    return digest.hexdigest()[:12]
+
+
 def _make_judge(
     judge: str, directory: Path, actor: Path, cache_dir: Path, template: str, effort: float
 ) -> None:
@@ -221,11 +231,7 @@ def _make_judge(
             return save_reward_model(target, actor, settings, train=train, test=test)
         return save_safety_classifier(target, actor, settings, train=train, test=test, prompt=template)
 
-    digest = hashlib.sha256()
-    for part in (actor / "config.json", HERE / "judges.py", file):
-        digest.update(part.read_bytes())
-    digest.update(template.encode())
-    kind = f"smollm2-{judge}-{digest.hexdigest()[:12]}"
+    kind = f"smollm2-{judge}-{judge_key(actor, file, template)}"
     cached_directory(directory / judge, cache_dir=cache_dir, kind=kind, settings=settings, build=build)
 
 

@@ -70,12 +70,30 @@ def test_only_the_right_values_of_an_extraction_score_one(generators):
     assert {result.value for result in others} == {0.0}
 
 
-def test_the_rows_stay_there_while_a_second_preparation_makes_them_anew(tmp_path, monkeypatch):
+@pytest.fixture
+def prepare(monkeypatch):
+    """Return the module ``prepare.py`` of the example."""
     monkeypatch.syspath_prepend(str(EXAMPLE))
     spec = importlib.util.spec_from_file_location("prepare_smollm2", EXAMPLE / "prepare.py")
-    prepare = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, prepare)
-    spec.loader.exec_module(prepare)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_another_model_of_the_same_architecture_has_judges_of_its_own(prepare, tmp_path):
+    rows, keys = tmp_path / "rows.jsonl", []
+    rows.write_text("{}")
+    for weights in ("a", "a", "b"):
+        actor = tmp_path / f"{len(keys)}"
+        actor.mkdir()
+        (actor / "config.json").write_text("{}")
+        (actor / "model.safetensors").write_text(weights)
+        keys.append(prepare.judge_key(actor, rows, "{prompt}"))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_rows_stay_there_while_a_second_preparation_makes_them_anew(prepare, tmp_path, monkeypatch):
 
     def make():
         places = {"model": tmp_path, "data": tmp_path / "none", "leave_out": ["preference", "safety"]}
