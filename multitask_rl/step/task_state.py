@@ -375,23 +375,25 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
 
 
 def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
-    """Return the prompt of ``row``, as the algorithm conditions it for training.
-
-    With ``evaluation`` it is not conditioned and has no given answer: ``render_rows`` cuts it first.
-    """
+    """Return the prompt of ``row``, not conditioned; with ``evaluation`` it has no given answer."""
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
     given = render_answer_ids(task, row, actor) if task.spec.kind == "sft" and not evaluation else None
-    conditioned = ids if evaluation else task.algorithm.condition(ids, evaluation=False)
     return Prompt(
         task=task.spec.name,
         prompt_id=f"{task.spec.name}/{row_id(row)}",
         draw=draw,
         row=row,
         text=text,
-        prompt_ids=conditioned,
-        is_conditioned=conditioned != ids,
+        prompt_ids=ids,
         given_ids=given,
     )
+
+
+def _condition(task: TaskState, prompt: Prompt, *, evaluation: bool) -> None:
+    """Let the algorithm condition a prompt that fits: its control token has a position of its own."""
+    ids = prompt.prompt_ids
+    prompt.prompt_ids = task.algorithm.condition(ids, evaluation=evaluation)
+    prompt.is_conditioned = prompt.prompt_ids != ids
 
 
 def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
@@ -406,11 +408,9 @@ def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prom
     prompts = []
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)
-        # cut before the algorithm conditions: its control token must survive
         keep = task.max_prompt_tokens or len(prompt.prompt_ids)
-        kept = prompt.prompt_ids[-keep:]
-        prompt.prompt_ids = task.algorithm.condition(kept, evaluation=True)
-        prompt.is_conditioned = prompt.prompt_ids != kept
+        prompt.prompt_ids = prompt.prompt_ids[-keep:]
+        _condition(task, prompt, evaluation=True)
         prompts.append(prompt)
     return prompts
 
