@@ -80,6 +80,8 @@ class TaskState:
     """Texts since the last ``take_warnings``, which makes events of them."""
     warned_of: list[str] = field(default_factory=list)
     """Those that the settings gave when the task was built."""
+    taken: set[str] = field(default_factory=set)
+    """Those that ``take_warnings`` has returned in this process: a rollback to before them repeats none."""
     told_of_tools: bool = False
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
@@ -173,7 +175,8 @@ class TaskState:
         # a change of world or prompt is looked at anew
         self.told_of_tools |= state.get("told_of_tools", False) and not self.is_redefined()
         known = state.get("warned_of", ())
-        self.warnings[:] = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
+        warnings = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
+        self.warnings[:] = [warning for warning in warnings if warning not in self.taken]
         self.choose_held_out(state["held_out_by"])
         if fingerprint(self.eval_rows) != state["held_out"]:
             is_answered = self.spec.kind == "anchor" and not self.spec.answer
@@ -199,6 +202,7 @@ class TaskState:
         told = []
         while self.warnings:  # a thread that samples the next batch may add one meanwhile
             reason = self.warnings.pop(0)
+            self.taken.add(reason)
             told.append(Event(step=step, source="rewards", kind="warn", reason=reason, task=self.spec.name))
         return told
 
