@@ -121,7 +121,7 @@ class Setup:
         self._stage = RolloutStage(
             engine,
             {"wait": task},
-            lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
+            actor.tokenizer.decode,
             seed=0,
             episodes=lambda: Episodes(self.pool, {"wait": task}, actor, evaluation=False),
         )

@@ -42,7 +42,8 @@ class RewardSpec(Settings):
     """Weight in the task's reward; 0 = metric only."""
     overrun: float | None = None
     """Value of a response that exceeds the reward's limit of time or memory while an empty response does not.
-    Default: the worst end of the declared range. Without a range: 0, or a failure if lower is better."""
+    Default: the worst end of the declared range. Without a range: 0, or a failure if lower is better, as it
+    is with a negative weight."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the plugin's ``Config``."""
     range: list[Finite] | None = None

@@ -86,10 +86,12 @@ class Conversation:
         self._task = spec.name
         self._tokenizer = tokenizer
         self._is_chat = has_template and spec.chat is not False
-        self._hidden = _Hidden(row, tokenizer, means_tokens=row.get("special_tokens") is True)
-        tools = tools or ([] if is_whole else _tools(spec, self._hidden.row))
-        self._options = {**spec.chat_template_kwargs, **({"tools": [*tools]} if tools else {})}
-        content = [] if is_whole else render_content(spec, self._hidden.row)
+        # JSON text may spell a special token with escapes: it is read first
+        shown = {"row": row, "tools": [*(tools or ([] if is_whole else _tools(spec, row)))]}
+        self._hidden = _Hidden(shown, tokenizer, means_tokens=row.get("special_tokens") is True)
+        tools = self._hidden.row["tools"]
+        self._options = {**spec.chat_template_kwargs, **({"tools": tools} if tools else {})}
+        content = [] if is_whole else render_content(spec, self._hidden.row["row"])
         self._own = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
         """Messages of the row."""
         system = []

@@ -315,8 +315,9 @@ def _task_plugin(
         weight = -weight
     value = spec.overrun
     if value is None:
-        worst = traits.low if traits.higher_is_better else traits.high
-        value = worst if math.isfinite(worst) else 0.0 if traits.higher_is_better else None
+        is_higher_better = traits.higher_is_better and weight >= 0
+        worst = traits.low if is_higher_better else traits.high
+        value = worst if math.isfinite(worst) else 0.0 if is_higher_better else None
     elif not traits.low <= value <= traits.high:
         raise ConfigError(
             f"{plan.where}.overrun: {value:g} is outside the range that {name!r} declares, "

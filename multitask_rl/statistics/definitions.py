@@ -432,8 +432,9 @@ class TaskMetrics:
         """
         task = f"tasks.{self._spec.name}"
         paid: dict[str, float] = {}
+        weighted = [r.name for r in self._spec.rewards if r.weight]
         for s in scored:
-            results = s.breakdown.items()
+            results = [(name, s.breakdown.get(name)) for name in weighted]
             overruns = [n for n, r in results if isinstance(r, Score) and OVERRUN in r.components]
             if s.rollout.rejected and self._algorithm.trains_rejected:
                 paid[f"{task}.algorithm_config.rejected_reward"] = self._algorithm.outcome(s)

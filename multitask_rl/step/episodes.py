@@ -307,12 +307,13 @@ class Episodes:
                 )
         key = slot.group_id, conversation.text
         if key not in self._prompts:
-            ids = self._conditioned(slot, conversation.prompt_ids)
+            ids = conversation.prompt_ids
             if task.max_prompt_tokens and len(ids) > task.max_prompt_tokens:
                 raise DataError(
                     f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "
                     f"more than {task.max_prompt_tokens}; raise rollout.max_prompt_tokens"
                 )
+            ids = self._conditioned(slot, ids)
             self._prompts[key] = replace(slot.prompt, text=conversation.text, prompt_ids=ids)
         prompt = self._prompts[key]
         prompt.position = slot.prompt.position

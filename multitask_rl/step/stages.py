@@ -76,7 +76,7 @@ class RolloutStage(StreamingStage):
         self,
         engine: RolloutEngine,
         tasks: Mapping[str, TaskState],
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[..., Any],
         *,
         seed: int,
         scorer: RunScorer | None = None,
@@ -92,7 +92,7 @@ class RolloutStage(StreamingStage):
         Args:
             engine: samples the responses.
             tasks: by name.
-            decode: turns token ids into text.
+            decode: ``decode`` of the tokenizer, or a function with its ``skip_special_tokens``.
             seed: of the run.
             scorer: judges partial responses for streaming constraints; None = they are not judged.
             purpose: name of the random streams: ``rollout``, or an evaluation's.
@@ -149,7 +149,7 @@ class RolloutStage(StreamingStage):
             if self._temperature is not None:
                 sampling = task.spec.evaluated_at(sampling, self._temperature)
             if prompt.given_ids is not None:
-                response = self._decode(prompt.given_ids)
+                response = self._shown(prompt.given_ids)
                 rollout = Rollout(prompt=prompt, sample=0, sampling=sampling, response=response)
                 version = self.engine.policy_version
                 given.append(replace(rollout, response_ids=prompt.given_ids, policy_version=version))
@@ -393,10 +393,29 @@ class RolloutStage(StreamingStage):
         return derive_seed(run_seed, self._purpose, task, *place, *name)
 
     def _text(self, slot: Rollout, response_ids: Sequence[int], also: Sequence[str] = ()) -> str:
-        text = self._decode(response_ids)
-        for stop in (*slot.sampling.stop, *also):
-            text = text.partition(stop)[0]
-        return text
+        """Return the text without special tokens up to the first stop string, which may hold some."""
+        text, stops = self._shown(response_ids), (*slot.sampling.stop, *also)
+        if not stops:
+            return text
+        whole = self._decoded(response_ids)
+        before = min((whole.partition(stop)[0] for stop in stops), key=len)
+        if text == whole:
+            return before
+        if before == whole:
+            return text
+        number = len(response_ids)
+        while number and self._decoded(response_ids[: number - 1]).startswith(before):
+            number -= 1
+        kept = response_ids[:number]
+        # the last token may hold the beginning of the stop string
+        text, surplus = self._shown(kept), len(self._decoded(kept)) - len(before)
+        return text[: len(text) - min(surplus, len(text) - len(self._shown(kept[:-1])))]
+
+    def _shown(self, ids: Sequence[int]) -> str:
+        return str(self._decode(ids, skip_special_tokens=True))
+
+    def _decoded(self, ids: Sequence[int]) -> str:
+        return str(self._decode(ids, skip_special_tokens=False))
 
 
 @dataclass(slots=True)
@@ -891,7 +910,7 @@ def sampling_stages(
     rollout = RolloutStage(
         engine,
         tasks,
-        lambda ids: str(actor.tokenizer.decode(ids, skip_special_tokens=True)),
+        lambda ids, **how: actor.tokenizer.decode(ids, **how),
         seed=seed,
         scorer=scorer,
         purpose=purpose,

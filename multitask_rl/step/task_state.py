@@ -80,6 +80,8 @@ class TaskState:
     """Texts since the last ``take_warnings``, which makes events of them."""
     warned_of: list[str] = field(default_factory=list)
     """Those that the settings gave when the task was built."""
+    taken: set[str] = field(default_factory=set)
+    """Those that ``take_warnings`` has returned in this process: a rollback to before them repeats none."""
     told_of_tools: bool = False
     """Whether it is known if the prompts of its episodes show the tools; a warning comes once."""
     num_overlong: int = 0
@@ -173,7 +175,8 @@ class TaskState:
         # a change of world or prompt is looked at anew
         self.told_of_tools |= state.get("told_of_tools", False) and not self.is_redefined()
         known = state.get("warned_of", ())
-        self.warnings[:] = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
+        warnings = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
+        self.warnings[:] = [warning for warning in warnings if warning not in self.taken]
         self.choose_held_out(state["held_out_by"])
         if fingerprint(self.eval_rows) != state["held_out"]:
             is_answered = self.spec.kind == "anchor" and not self.spec.answer
@@ -199,6 +202,7 @@ class TaskState:
         told = []
         while self.warnings:  # a thread that samples the next batch may add one meanwhile
             reason = self.warnings.pop(0)
+            self.taken.add(reason)
             told.append(Event(step=step, source="rewards", kind="warn", reason=reason, task=self.spec.name))
         return told
 
@@ -375,23 +379,25 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
 
 
 def render(task: TaskState, row: Row, draw: int, actor: Actor, *, evaluation: bool = False) -> Prompt:
-    """Return the prompt of ``row``, as the algorithm conditions it for training.
-
-    With ``evaluation`` it is not conditioned and has no given answer: ``render_rows`` cuts it first.
-    """
+    """Return the prompt of ``row``, not conditioned; with ``evaluation`` it has no given answer."""
     text, ids = render_prompt(task.spec, row, actor.tokenizer)
     given = render_answer_ids(task, row, actor) if task.spec.kind == "sft" and not evaluation else None
-    conditioned = ids if evaluation else task.algorithm.condition(ids, evaluation=False)
     return Prompt(
         task=task.spec.name,
         prompt_id=f"{task.spec.name}/{row_id(row)}",
         draw=draw,
         row=row,
         text=text,
-        prompt_ids=conditioned,
-        is_conditioned=conditioned != ids,
+        prompt_ids=ids,
         given_ids=given,
     )
+
+
+def _condition(task: TaskState, prompt: Prompt, *, evaluation: bool) -> None:
+    """Let the algorithm condition a prompt that fits: its control token has a position of its own."""
+    ids = prompt.prompt_ids
+    prompt.prompt_ids = task.algorithm.condition(ids, evaluation=evaluation)
+    prompt.is_conditioned = prompt.prompt_ids != ids
 
 
 def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
@@ -406,11 +412,9 @@ def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prom
     prompts = []
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)
-        # cut before the algorithm conditions: its control token must survive
         keep = task.max_prompt_tokens or len(prompt.prompt_ids)
-        kept = prompt.prompt_ids[-keep:]
-        prompt.prompt_ids = task.algorithm.condition(kept, evaluation=True)
-        prompt.is_conditioned = prompt.prompt_ids != kept
+        prompt.prompt_ids = prompt.prompt_ids[-keep:]
+        _condition(task, prompt, evaluation=True)
         prompts.append(prompt)
     return prompts
 

@@ -135,7 +135,7 @@ class TextMeter:
         stage = RolloutStage(
             self.engine,
             {task.spec.name: plain},
-            lambda ids: str(self.actor.tokenizer.decode(ids)),
+            self.actor.tokenizer.decode,
             seed=self.seed,
             purpose=purpose,
             group_sizes={task.spec.name: 1},

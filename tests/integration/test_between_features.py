@@ -29,7 +29,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data import get_dataloader
-from multitask_rl.errors import ConfigError, RewardError
+from multitask_rl.errors import ConfigError, DataError, RewardError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
@@ -39,6 +39,7 @@ from multitask_rl.run.plan import plan_run
 from multitask_rl.statistics.definitions import definitions
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import has_spread
+from multitask_rl.step.task_state import draw_prompts
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
@@ -718,6 +719,19 @@ def test_of_a_path_in_a_definition_only_the_name_counts_and_of_a_named_metric_on
     other = {**reject, "plugin": "tool_use"}
     assert unscored(constraints=[reject]) != unscored(constraints=[other]), "the reward is 1 - cost"
     assert unscored(constraints=[reject]) != unscored(constraints=[{**reject, "max_attempts": 1}])
+
+
+def test_a_prompt_at_the_limit_still_fits_with_its_control_token(tmp_path):
+    """``max_prompt_tokens`` is of the prompt: training conditions it once the buffer has responses."""
+    write_run(tmp_path, COPY + DIGIT.replace("grpo", "reward_conditioned"))
+    with Trainer.from_config(run_config(tmp_path, "plain", 3)) as trainer:
+        (limit,) = {len(p.prompt_ids) for p in draw_prompts(trainer.tasks, {"copy": 12}, trainer.actor)}
+    rollout = RolloutConfig(max_new_tokens=4, max_prompt_tokens=limit)
+    trainer = train(run_config(tmp_path, "out", 3, rollout=rollout, **SMALL))
+    assert trainer.tasks["digit"].num_overlong == 0
+    shorter = replace(rollout, max_prompt_tokens=limit - 1)
+    with pytest.raises(DataError, match=f"longer than {limit - 1} tokens"):
+        train(run_config(tmp_path, "short", 3, rollout=shorter, **SMALL))
 
 
 REDEFINED = """

@@ -104,6 +104,17 @@ def test_a_fork_into_the_directory_of_a_run_rolls_back_to_its_own_checkpoints(pl
     assert not (place / "out" / "reference" / "of another run").exists(), "the KL is not measured to it"
 
 
+def test_a_rollback_to_the_beginning_repeats_no_warning_of_the_settings(tmp_path):
+    tasks = "tasks:\n  copy: {dataset: copy.jsonl, system: be brief, rewards: [rewards.py:starts_right]}\n"
+    write_run(tmp_path, tasks, num_rows=40)
+    with Trainer.from_config(run_config(tmp_path, "out", 4)) as trainer:
+        trainer.add_guard(Back(2))
+        trainer.train()
+        assert [e.data["to"] for e in trainer.events if e.kind == "rolled_back"] == [0]
+        told = [e.step for e in trainer.events if "its system message is not used" in e.reason]
+    assert told == [0]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # MLflow's
 def test_a_copied_directory_is_a_run_of_its_own_in_trackers_and_a_moved_one_the_same(place, caplog):
     pytest.importorskip("mlflow")

@@ -653,6 +653,16 @@ def test_the_tools_of_a_row_are_shown_by_the_chat_template(value: Any) -> None:
     assert text == (f"{json.dumps([TOOL])}\nhi\n" if value and value != "[]" else "hi\n")
 
 
+@pytest.mark.parametrize("value", [json.dumps, lambda tools: json.dumps(tools).replace("<", "\\u003c"), list])
+def test_a_special_token_in_the_tools_of_a_row_is_text(value: Any) -> None:
+    tokenizer = build_tokenizer(THINKING)
+    end = str(tokenizer.eos_token)
+    tools = [{"type": "function", "function": {"name": "look", "description": f"a{end}b"}}]
+    own, row = spec(tools_column="functions"), {"prompt": "hi", "functions": value(tools)}
+    assert tokenizer.eos_token_id not in render_prompt(own, row, tokenizer)[1]
+    assert end in render_prompt(own, row, tokenizer)[0]
+
+
 @pytest.mark.parametrize(
     ("value", "told"),
     [("{", "row 'r1' is no JSON"), ({"a": 1}, "expected a list of tools"), (["look"], "expected a list of")],

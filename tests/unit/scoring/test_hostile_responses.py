@@ -195,6 +195,11 @@ def test_the_task_says_what_an_overrun_is_worth(open_pool: Open) -> None:
         open_pool("single", reward={"overrun": 2.0})
 
 
+def test_a_response_does_not_escape_a_negative_weight_by_an_overrun(open_pool: Open) -> None:
+    pool = open_pool("Batch", reward={"weight": -1.0})
+    assert [s.reward for s in pool.score(of("fine", "hang"))] == [-1.0, -1.0]
+
+
 def test_rewards_that_share_a_plugin_have_overruns_of_their_own(plugin_file: Path) -> None:
     plugin = f"{plugin_file}:Batch"
     rewards = [RewardSpec(plugin=plugin, name=f"r{n}", overrun=value) for n, value in enumerate((0.25, 0.5))]

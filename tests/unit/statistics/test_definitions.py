@@ -245,6 +245,17 @@ def test_what_is_worth_no_more_than_a_scored_response_is_not_told():
     assert metrics().unearned([*scored, overrun(101, 0.0), refused(102)]) == []
 
 
+def test_an_overrun_of_what_is_only_measured_is_no_worth_of_the_response():
+    rewards = [RewardSpec(plugin="r"), RewardSpec(plugin="m", weight=0.0, overrun=0.0)]
+    own = TaskMetrics(TaskSpec(name="task", rewards=rewards), GRPO(GRPO.Config()))
+    slow = {"m": Score(value=0.0, components={OVERRUN: 1.0})}
+    best = answer(71, 2.0)
+    measured = replace(best, breakdown={**best.breakdown, **slow})
+    assert own.unearned([*(answer(i, i / 100) for i in range(64)), measured]) == []
+    (told,) = own.unearned([overrun(72, 3.0)])
+    assert "best of 65 scored responses has 2" in told
+
+
 def test_what_failed_is_counted_apart_from_what_the_metric_does_not_concern():
     failure = Failure(kind=FailureKind.grader, message="m", source="r")
     scored = [

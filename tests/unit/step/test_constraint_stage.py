@@ -123,7 +123,7 @@ SPEC = parse_tasks(
 def _run(engine: Steps, at_once: bool) -> tuple[list[Rollout], Scorer]:
     run: Any = SimpleNamespace(spec=SPEC, sampling=SamplingParams(), group_size=4)
     scorer: Any = Scorer(at_once)
-    rollout = RolloutStage(engine, {"t": run}, str, seed=0)
+    rollout = RolloutStage(engine, {"t": run}, lambda ids, **_: str(ids), seed=0)
     stage = ConstraintStage(scorer, rollout, {"t": run})
     prompts = [
         Prompt(task="t", prompt_id=f"t/{i}", draw=i, row={}, text="", prompt_ids=[1, i]) for i in range(8)

@@ -106,7 +106,7 @@ def run(
         stage = RolloutStage(
             engine,
             {"t": task},
-            lambda ids: str(actor.tokenizer.decode(ids)),
+            actor.tokenizer.decode,
             seed=0,
             episodes=lambda: Episodes(pool, {"t": task}, actor, evaluation=False),
         )

@@ -14,8 +14,8 @@ from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.step.stages import RolloutStage
 
 
-@pytest.mark.parametrize("stop", ["<|end|>", "no"])
-def test_a_stop_string_may_be_a_special_token_and_rewards_read_what_stands_before_it(stop, tmp_path):
+@pytest.mark.parametrize("stop", ["<|end|>", "no", "<|end|> no", "s<|end|>", "be yes"])
+def test_a_stop_string_may_hold_special_tokens_and_rewards_read_what_stands_before_it(stop, tmp_path):
     tokenizer = build_byte_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["<|call|>", "<|end|>"]})
     answer = tokenizer("maybe<|call|> yes<|end|> no maybe", add_special_tokens=False).input_ids
@@ -34,13 +34,14 @@ def test_a_stop_string_may_be_a_special_token_and_rewards_read_what_stands_befor
     run: Any = SimpleNamespace(
         spec=None, sampling=SamplingParams(max_new_tokens=len(answer), stop=(stop,)), group_size=1
     )
-    stage = RolloutStage(
-        engine, {"t": run}, lambda ids: tokenizer.decode(ids, skip_special_tokens=True), seed=0
-    )
+    stage = RolloutStage(engine, {"t": run}, tokenizer.decode, seed=0)
     prompt = Prompt(task="t", prompt_id="t/0", draw=0, row={}, text="", prompt_ids=[5, 6])
     (rollout,) = stage.process([prompt])
     whole = tokenizer.decode(rollout.response_ids, skip_special_tokens=False)
+    if stop == "be yes":  # a special token stands between its letters
+        assert (rollout.finish_reason, rollout.response) == ("length", "maybe yes no maybe")
+        return
     assert rollout.finish_reason == "stop"
     assert whole.endswith(stop)
     assert whole.count(stop) == 1
-    assert rollout.response == {"<|end|>": "maybe yes", "no": "maybe yes "}[stop]
+    assert rollout.response == {"no": "maybe yes ", "s<|end|>": "maybe ye"}.get(stop, "maybe yes")
