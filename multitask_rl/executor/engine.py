@@ -71,7 +71,7 @@ class _Share:
         return cls(set(samples), list(work.items()), tokens, time.monotonic())
 
     def seconds_left(self, paces: Sequence[tuple[float, float]]) -> float:
-        """Return in how many seconds the share is late; infinity if that is unknown, or it was found late."""
+        """Return the seconds until the share is late; infinity if that is unknown, or it ``is_late``."""
         if self.is_late or not paces:
             return math.inf
         usual = max(seconds * max(1.0, self.tokens / tokens) for seconds, tokens in paces)
@@ -261,9 +261,10 @@ class RayEngine(RolloutEngine):
         return True
 
     def _next(self, calls: dict[Any, ActorCall], within: float = math.inf) -> tuple[int, Any, bool] | None:
-        """Return the first of ``calls`` as ``ActorGroup.first`` does, and start a replica that died again.
+        """Wait as ``ActorGroup.first`` for one of ``calls``, or a replica that joins; restart one that died.
 
-        None: a replica that joins went a step further or died, or the time ended.
+        Returns:
+            What ``first`` returns; None after ``within`` seconds, or if it was a replica that joins.
         """
         found = self._open().poll(calls | self._joining, within)
         if found is None:

@@ -127,7 +127,7 @@ class ExperienceSource:
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
         self._unscored: list[_Sampled] = []
-        """Batches of steps before that have groups without rewards."""
+        """Batches of earlier steps that have groups without rewards."""
         self._num_late = Counter[str]()
         """Late groups of the steps that were taken, by task."""
         self._judging: list[Span] = []
@@ -241,7 +241,7 @@ class ExperienceSource:
         return not wait(sampled, timeout_s).not_done
 
     def _in_scoring(self) -> list[_Sampled]:
-        """Return the batches ahead that are sampled, and those of steps before that are not all scored."""
+        """Return the batches ahead that are sampled, and those of earlier steps that are not all scored."""
         futures = [b.sampled for b in self._ahead if b.sampled is not None and b.sampled.done()]
         return [*(f.result() for f in futures if f.exception() is None), *self._unscored]
 
