@@ -76,4 +76,5 @@ class Distill(Algorithm):
         if batch.exact_kl is None:
             raise ValueError("exact distillation needs exact_kl [N]")
         found = LossOutput(loss=batch.exact_kl, metrics={"teacher_kl": batch.exact_kl.detach()})
-        return with_corrections(found, replace(batch, rollout_logprobs=None), self.config)
+        unweighted = replace(batch, rollout_logprobs=None)  # the sum does not depend on the sampled token
+        return with_corrections(found, unweighted, self.config)

@@ -33,7 +33,7 @@ MOST_EMPTY, MOST_EMPTY_SHARE = 16, 8
 """Empty places of a row: at most 16, or one per 8 tokens if that is more."""
 LOG2_E = math.log2(math.e)
 PEAK_COLUMNS = 32
-"""``amax`` of torch compares so many columns of all rows at once, and those of a rest one by one."""
+"""``amax`` of torch compares blocks of so many columns at once, and the columns of a rest one by one."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -255,7 +255,7 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
         if bucket.bias is not None:
             scores += bucket.bias
         # by hand: ``softmax`` and ``logsumexp`` would each compute the exponentials
-        # powers of 2: torch computes them four times as fast as those of e
+        # torch computes powers of 2 four times as fast as those of e
         peak = _peak(scores)
         weights = scores.sub_(peak).mul_(LOG2_E).exp2_()
         mass = weights.sum(dim=-1, keepdim=True)
@@ -276,7 +276,7 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
 
 
 def _peak(scores: Tensor) -> Tensor:
-    """Return the largest of ``scores`` [.., P]: [.., 1]."""
+    """Return the largest of ``scores`` [.., P] in whole blocks: [.., 1]. The last two blocks overlap."""
     whole = scores.shape[-1] // PEAK_COLUMNS * PEAK_COLUMNS
     if whole in (0, scores.shape[-1]):
         return scores.amax(dim=-1, keepdim=True)

@@ -76,7 +76,7 @@ class DeficitLearnability(SchedulerPolicy):
         config, scores, errors = self.config, dict[str, float](), dict[str, float]()
         for task, trace in self.traces.items():
             if trace.steps:
-                steps = trace.with_gradient.steps  # those without a reward, too
+                steps = trace.with_gradient.steps  # also counts steps without a reward
                 seen, known = (id(trace), steps, trace.evaluations), self._known.get(task)
                 if known is None or known[0] != seen:
                     known = self._known[task] = (seen, self._score(task))

@@ -113,7 +113,7 @@ class TaskTrace:
     shown: ShownRange = field(default_factory=ShownRange)
     """Observed range of the rewards; empty when another metric is watched."""
     earned: ShownRange = field(default_factory=ShownRange)
-    """Range of the rewards when another metric is watched, the declared ends where there are any."""
+    """Range of the rewards if another metric is watched: the declared one, else what was observed."""
 
     def observe(
         self, stats: TaskStats, metric_key: str, smoothing: float, prompts_averaged: int = 1

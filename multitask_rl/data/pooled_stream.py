@@ -349,8 +349,8 @@ def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
 def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:
     """Return the labels of pools by a column, ascending, and the pool of every row.
 
-    There is a pool per value; many numbers make pools of about equal size. A number of so many rows that they
-    fill a pool begins one.
+    There is a pool per value; many numbers make pools of about equal size. A number whose rows alone fill a
+    pool begins one.
 
     Raises:
         DataError: a row lacks the column, or it holds more texts than there are pools.
@@ -378,7 +378,7 @@ def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[s
     starts, before = [distinct[0]], 0
     for value in distinct:
         is_full = before >= len(keys) * len(starts) / spec.pools
-        # a value that fills a pool would swallow the rows before it: all rows, if it is the last
+        # else the rows before the value would share its pool: all rows, if it is the last value
         fills_one = before > 0 and counts[value] >= len(keys) / spec.pools and len(starts) < spec.pools
         if is_full or fills_one:
             starts.append(value)

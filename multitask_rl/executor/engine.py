@@ -71,7 +71,7 @@ class _Share:
         return cls(set(samples), list(work.items()), tokens, time.monotonic())
 
     def seconds_left(self, paces: Sequence[tuple[float, float]]) -> float:
-        """Return in how many seconds the share is late; infinity if that is unknown, or it was found late."""
+        """Return the seconds until the share is late; infinity if that is unknown, or it ``is_late``."""
         if self.is_late or not paces:
             return math.inf
         usual = max(seconds * max(1.0, self.tokens / tokens) for seconds, tokens in paces)
@@ -166,32 +166,33 @@ class RayEngine(RolloutEngine):
             raise
         self._events.clear()
 
-    def _open(self) -> ActorGroup:
+    def _actors(self) -> ActorGroup:
+        """Return the replicas, dead or alive; ``EngineError`` once they are closed."""
         if self._group is None:
             raise EngineError("the Ray engine is closed")
         return self._group
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         """Yield samples as they end, from all replicas (see ``RolloutEngine``)."""
-        group = self._open()
+        group = self._actors()
         sent, monitors = without_monitors(requests)
         unfinished = {(i, j) for i, request in enumerate(requests) for j in range(len(request.seeds))}
-        given: dict[int, _Share] = {}
+        shares: dict[int, _Share] = {}
         """Busy replica -> its share."""
         waiting: set[tuple[int, int]] = set()
-        """Samples of replicas that were lost or are late."""
+        """Samples of replicas that were lost or are late, not yet given to another."""
         calls: dict[Any, ActorCall] = {}
         losses = Counter[tuple[int, int]]()
         paces: list[tuple[float, float]] = []
-        """Seconds and tokens at most of the shares that have ended."""
+        """Seconds and most tokens of the shares that have ended."""
 
         def advance(index: int, answer: Sequence[bool] | None = None) -> None:
             calls[group.submit(index, "advance", answer)] = ActorCall(index, "advance", self._limit_s)
 
         def begin(index: int, samples: Collection[tuple[int, int]]) -> None:
             if samples:
-                given[index] = own = _Share.of(samples, requests)
-                group.submit(index, "begin", [_samples(sent[i], chosen) for i, chosen in own.work])
+                shares[index] = share = _Share.of(samples, requests)
+                group.submit(index, "begin", [_samples(sent[i], chosen) for i, chosen in share.work])
                 advance(index)
 
         try:
@@ -202,13 +203,13 @@ class RayEngine(RolloutEngine):
             while unfinished and (calls or waiting):
                 self._between_steps()
                 waiting &= unfinished
-                idle = sorted(self._ready - given.keys())
-                for index, share in given.items():
+                idle = sorted(self._ready - shares.keys())
+                for index, share in shares.items():
                     if idle and share.seconds_left(paces) <= 0:
                         share.is_late = True
-                        waiting |= (behind := share.samples & unfinished)
-                        told = f"rollout replica {index} is late: others sample what it has not ended"
-                        if behind:
+                        if behind := share.samples & unfinished:
+                            waiting |= behind
+                            told = f"rollout replica {index} is late: others sample what it has not ended"
                             self._tell("late", f"{told} ({len(behind)} of {len(share.samples)} samples)")
                 if waiting and idle:
                     again = sorted(waiting)
@@ -216,19 +217,20 @@ class RayEngine(RolloutEngine):
                     for index, places in zip(idle, share_out(costs, len(idle)), strict=True):
                         begin(index, [again[place] for place in places])
                     waiting.clear()
-                elif not calls:
+                if not calls:
                     self._wait_for(1)
                     continue
-                left = min((share.seconds_left(paces) for share in given.values()), default=math.inf)
-                found = self._next(calls, min(left, _HOOK_EVERY_S) if idle else _HOOK_EVERY_S)
+                # an idle replica takes over the samples of one that gets late
+                left = [share.seconds_left(paces) for share in shares.values() if idle]
+                found = self._next(calls, min([_HOOK_EVERY_S, *left]))
                 if found is None:
                     continue
                 index, result, has_died = found
                 if has_died:
-                    lost = given.pop(index).samples & unfinished
+                    lost = shares.pop(index).samples & unfinished
                     waiting |= lost
                     losses.update(lost)
-                    if losses and max(losses.values()) >= _MOST_LOSSES:
+                    if max(losses.values(), default=0) >= _MOST_LOSSES:
                         raise EngineError(
                             f"{_MOST_LOSSES} rollout replicas died on the same requests, the last is "
                             f"{index}: {group.causes[index]}"
@@ -237,14 +239,15 @@ class RayEngine(RolloutEngine):
                 samples_ended, look, is_all = result
                 ended: list[Ended] = []
                 for request, sample, generation in samples_ended:
-                    i, chosen = given[index].work[request]
-                    if (i, chosen[sample]) in unfinished:  # else another replica was first
-                        unfinished.remove((i, chosen[sample]))
-                        ended.append((i, chosen[sample], generation))
+                    i, chosen = shares[index].work[request]
+                    j = chosen[sample]
+                    if (i, j) in unfinished:  # else another replica was first
+                        unfinished.remove((i, j))
+                        ended.append((i, j, generation))
                 # the replica waits for this answer
                 answer = None if look is None else monitors[look.monitor].check(look.partial)
                 if is_all:
-                    share = given.pop(index)
+                    share = shares.pop(index)
                     paces.append((time.monotonic() - share.began, share.tokens))
                 else:
                     advance(index, answer)
@@ -261,11 +264,12 @@ class RayEngine(RolloutEngine):
         return True
 
     def _next(self, calls: dict[Any, ActorCall], within: float = math.inf) -> tuple[int, Any, bool] | None:
-        """Return the first of ``calls`` as ``ActorGroup.first`` does, and start a replica that died again.
+        """Wait as ``ActorGroup.first`` for one of ``calls``, or a replica that joins; restart one that died.
 
-        None: a replica that joins went a step further or died, or the time ended.
+        Returns:
+            What ``first`` returns; None after ``within`` seconds, or if it was a replica that joins.
         """
-        found = self._open().poll(calls | self._joining, within)
+        found = self._actors().poll(calls | self._joining, within)
         if found is None:
             return None
         reference, result, has_died = found
@@ -287,7 +291,7 @@ class RayEngine(RolloutEngine):
         return None
 
     def _number(self) -> str:
-        number = len(self._open())
+        number = len(self._actors())
         return f"{number - len(self._absent)} of {number} are at work"  # also those that take weights
 
     def _tell(self, kind: str, reason: str) -> None:
@@ -307,15 +311,15 @@ class RayEngine(RolloutEngine):
         # while weights travel the others are not ready, and yet there
         others = self._ready or any(c.method == "update_weights" for c in self._joining.values())
         call = ActorCall(index, "load", is_fatal=bool(others))
-        self._joining[self._open().submit(index, "load")] = call
+        self._joining[self._actors().submit(index, "load")] = call
 
     def _send_weights(self, index: int, silent_s: float = 0.0) -> None:
-        sent = self._open().submit(index, "update_weights", self._weights, self.policy_version)
+        sent = self._actors().submit(index, "update_weights", self._weights, self.policy_version)
         self._joining[sent] = ActorCall(index, "update_weights", self._limit_s, silent_s=silent_s)
 
     def _lose(self, index: int) -> None:
         """Start the dead replica ``index`` again; if it never was ready since, not before the next update."""
-        group = self._open()
+        group = self._actors()
         self._ready.discard(index)
         self._homes.leave(index)
         self._deaths[index] += 1
@@ -332,7 +336,7 @@ class RayEngine(RolloutEngine):
         Raises:
             EngineError: they die before they are, or there is no room for them.
         """
-        group = self._open()
+        group = self._actors()
         since = time.monotonic()
         while len(self._ready) < number:
             index, cause = next(reversed(group.causes.items()), (0, "it was not started"))
@@ -352,7 +356,7 @@ class RayEngine(RolloutEngine):
         """See ``RolloutEngine``."""
         if not self._homes:
             return
-        group = self._open()
+        group = self._actors()
         self._homes.retain(conversations)
         for index in self._ready:  # that one died is found at the next call
             group.submit(index, "retain", list(conversations))
@@ -363,7 +367,7 @@ class RayEngine(RolloutEngine):
         Replicas that are not there are started; those started since the last update join. One that takes much
         longer than the others joins when it has the weights.
         """
-        group = self._open()
+        group = self._actors()
         self._set_weights(weights, policy_version)
         joining, self._joining = self._joining, {}
         had = dict.fromkeys(self._ready, 0.0)

@@ -69,17 +69,17 @@ class DealtRound(Generic[T]):
     """A ``Pending`` that deals its rollouts out when they are added; the answers come together.
 
     ``again`` scores the rollouts of an actor that died once more, on all actors. The answers are waited for
-    in ``background``. ``open_group`` returns the actors; it raises an EngineError once they are closed.
+    in ``background``. ``actors`` returns the pools; it raises an EngineError once they are closed.
     """
 
     def __init__(
         self,
-        open_group: Callable[[], ActorGroup],
+        actors: Callable[[], ActorGroup],
         kind: str,
         again: Callable[[Sequence[Rollout]], list[T]],
         background: ThreadPoolExecutor,
     ) -> None:
-        self._open, self._group = open_group, open_group()
+        self._actors, self._group = actors, actors()
         self._kind, self._again, self._background = kind, again, background
         self._rollouts: list[Rollout] = []
         self._order: list[int] = []
@@ -133,7 +133,7 @@ class DealtRound(Generic[T]):
             for index, answer in found.items():
                 if isinstance(answer, Scored):
                     answer.rollout = self._rollouts[index]  # not the copy that travelled
-            self._open()  # pools that are closed before they have scored all answer with failures
+            self._actors()  # pools that are closed before they have scored all answer with failures
             self._ended = time.monotonic()
             self._answers.set_result(found)
         except BaseException as error:  # noqa: BLE001 - raised where the results are asked for
@@ -193,14 +193,15 @@ class RayScorer:
         self._births = [0] * num_pools
         self._state: dict[str, Any] = {}
 
-    def _open(self) -> ActorGroup:
+    def _actors(self) -> ActorGroup:
+        """Return the pools, dead or alive; ``EngineError`` once they are closed."""
         if self._group is None:
             raise EngineError(_CLOSED)
         return self._group
 
     def _ask(self, method: str, work: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Call ``method`` on the pools in ``work``; restart those that died and ask them once more."""
-        group, births = self._open(), list(self._births)
+        group, births = self._actors(), list(self._births)
         results, dead = group.call(f"pool.{method}", work)
         if dead:
             begin: list[tuple[str, tuple[Any, ...]]] = [("pool.start", ())] if method != "start" else []
@@ -220,7 +221,7 @@ class RayScorer:
         return results
 
     def _ask_all(self, method: str, *arguments: Any) -> list[Any]:
-        results = self._ask(method, dict.fromkeys(range(len(self._open())), arguments))
+        results = self._ask(method, dict.fromkeys(range(len(self._actors())), arguments))
         return [results[index] for index in sorted(results)]
 
     def start(self) -> None:
@@ -233,7 +234,7 @@ class RayScorer:
 
     def _deal(self, method: str, *columns: Sequence[Any]) -> list[Any]:
         """Call ``method`` with each pool's share of the ``columns``, rollouts first."""
-        size = len(self._open())
+        size = len(self._actors())
         work = {
             index: tuple(list(column[index::size]) for column in columns)
             for index in range(min(size, len(columns[0])))
@@ -262,11 +263,11 @@ class RayScorer:
 
     def begin_scoring(self) -> Pending[Scored]:
         """Return an open round of rewards."""
-        return DealtRound(self._open, "scoring", self.score, self._background)
+        return DealtRound(self._actors, "scoring", self.score, self._background)
 
     def begin_judging(self) -> Pending[dict[str, Verdict | Failure]]:
         """Return an open round of constraints."""
-        return DealtRound(self._open, "judging", self.judge, self._background)
+        return DealtRound(self._actors, "judging", self.judge, self._background)
 
     def metrics(self) -> dict[str, dict[str, float]]:
         """Return every task's metrics over all pools (see ``RewardPool.metrics``)."""
@@ -285,7 +286,7 @@ class RayScorer:
 
         If all are dead, return the last known state, so that the run can still be saved.
         """
-        group = self._open()
+        group = self._actors()
         states, _ = group.call("pool.state_dict", dict.fromkeys(range(len(group)), ()))
         self._state = dict(states[min(states)]) if states else self._state
         return self._state

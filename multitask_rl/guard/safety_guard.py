@@ -238,8 +238,8 @@ class SafetyGuard(Guard):
     def rolled_back(self, target: CheckpointInfo, *, step: int) -> list[Event]:
         """Restore the detectors to their state at ``target``, with CUSUM 0; return the event to log.
 
-        A metric that was not watched then, or that a resume or its world has changed since, begins anew. The
-        rollback counts towards ``max_rollbacks``.
+        A metric begins anew if it was not watched then, or if a resume or a change of its task has redefined
+        it since. The rollback counts towards ``max_rollbacks``.
         """
         self._snapshots = [(at, state) for at, state in self._snapshots if at <= target.step]
         self._since_good = 0
@@ -417,7 +417,7 @@ class SafetyGuard(Guard):
             action = GuardAction(self.config.on_changed_task)
             if action is GuardAction.stop:
                 self._note_fall(metric, step)
-            else:  # the task goes on as it is: its level is another, and earlier values are of the former one
+            else:  # the changed task goes on: forget all values of the former one
                 metric.forget()
                 for _, states in self._snapshots:
                     states.pop(metric.key, None)

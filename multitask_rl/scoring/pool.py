@@ -217,7 +217,6 @@ class RewardPool:
         with self._lock:
             scored = [self._combine(rollout, own) for rollout, own in self._answers(asking, indices)]
             for record in scored:
-                self._counts[record.rollout.task].samples += 1
                 if of_plugins(record):
                     self._budgets[record.rollout.task]["scored"].add(record.rollout, record.failure)
             for task in {record.rollout.task for record in scored}:
@@ -239,7 +238,7 @@ class RewardPool:
         return verdicts
 
     def _answers(self, asking: Round[Any], indices: Sequence[int]) -> list[tuple[Rollout, dict[str, Result]]]:
-        """Return rollouts with their results by name; count the results. The lock is held."""
+        """Return rollouts with their results by name; count them. The lock is held."""
         asking.remember()
         is_whole = asking.only is None  # else a part of a response, which is judged again
         answers: list[tuple[Rollout, dict[str, Result]]] = []
@@ -261,6 +260,7 @@ class RewardPool:
                 counts.overruns += item.has_overrun and is_whole
             counts.results += len(own)
             if is_whole:
+                counts.responses.add((rollout.prompt.draw, rollout.sample, rollout.attempt))
                 counts.failures.update(r.kind for r in own.values() if isinstance(r, Failure))
             answers.append((rollout, own))
         return answers

@@ -20,8 +20,8 @@ MIN_SAMPLES = 20
 class TaskCounts:
     """Numbers of one task since the last report."""
 
-    samples: int = 0
-    """Responses that were scored; those that a constraint has rejected are not."""
+    responses: set[tuple[int, int, int]] = field(default_factory=set)
+    """Draw, sample and attempt of the responses that were judged or scored."""
     results: int = 0
     hits: int = 0
     overruns: int = 0
@@ -32,7 +32,7 @@ class TaskCounts:
 
     def include(self, other: TaskCounts) -> None:
         """Add the counts of another pool."""
-        self.samples += other.samples
+        self.responses |= other.responses
         self.results += other.results
         self.hits += other.hits
         self.overruns += other.overruns
@@ -41,11 +41,11 @@ class TaskCounts:
             self.seconds[name] += seconds
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers by metric name; rates are per sample, hits per result, seconds are sums."""
-        samples, results = max(1, self.samples), max(1, self.results)
-        numbers = {f"reward_failures/{kind.value}": self.failures[kind] / samples for kind in FailureKind}
-        numbers["reward_failure_rate"] = sum(self.failures.values()) / samples
-        numbers["reward_overrun_rate"] = self.overruns / samples
+        """Return the numbers by metric name; rates are per response, hits per result, seconds are sums."""
+        responses, results = max(1, len(self.responses)), max(1, self.results)
+        numbers = {f"reward_failures/{kind.value}": self.failures[kind] / responses for kind in FailureKind}
+        numbers["reward_failure_rate"] = sum(self.failures.values()) / responses
+        numbers["reward_overrun_rate"] = self.overruns / responses
         numbers["reward_cache_hits"] = self.hits / results
         numbers.update({f"reward_s/{name}": seconds for name, seconds in self.seconds.items()})
         return numbers

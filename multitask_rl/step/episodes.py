@@ -89,8 +89,8 @@ class Episodes:
         self._tasks = tasks
         self._actor = actor
         self._evaluation = evaluation
-        self._open: dict[int, Episode] = {}
-        """Ticket of the world -> episode that waits for it or that the engine samples."""
+        self._by_ticket: dict[int, Episode] = {}
+        """Ticket of the world -> open episode: it waits for the world, or the engine samples its turn."""
         self._waiting: set[int] = set()
         """Tickets of episodes that wait for their worlds."""
         self._prompts: dict[tuple[str, str], Prompt] = {}
@@ -104,7 +104,7 @@ class Episodes:
     @property
     def tickets(self) -> Collection[int]:
         """Tickets of the open episodes; the engine uses them as conversation numbers."""
-        return self._open.keys()
+        return self._by_ticket.keys()
 
     @property
     def must_wait(self) -> bool:
@@ -117,18 +117,18 @@ class Episodes:
     @property
     def has_attempts(self) -> bool:
         """Whether an episode takes the place of one that a constraint has rejected."""
-        return any(episode.slot.attempt for episode in self._open.values())
+        return any(episode.slot.attempt for episode in self._by_ticket.values())
 
     def pause(self) -> None:
         """End this call; a later one continues the open episodes (``go_on``)."""
         self._pool.pause(self.tickets)
-        groups = {episode.slot.group_id for episode in self._open.values()}
+        groups = {episode.slot.group_id for episode in self._by_ticket.values()}
         self._prompts = {key: prompt for key, prompt in self._prompts.items() if key[0] in groups}
 
     def go_on(self, positions: Mapping[str, int]) -> None:
         """Go on after ``pause``; ``positions``: of each group in the batch of the present call."""
         self._pool.pause(())
-        for episode in self._open.values():
+        for episode in self._by_ticket.values():
             for prompt in (episode.slot.prompt, episode.rollout.prompt):
                 prompt.position = positions[prompt.group_id]
 
@@ -147,7 +147,7 @@ class Episodes:
         # a process that ends gives no other seed: the clock decides which episodes share one
         seed = derive_seed(episode.seed, episode.num_own)
         episode.ticket = self._pool.open(episode.slot.task, episode.slot.row, seed)
-        self._open[episode.ticket] = episode
+        self._by_ticket[episode.ticket] = episode
         self._waiting.add(episode.ticket)
 
     def is_open(self, episode: Episode) -> bool:
@@ -156,7 +156,7 @@ class Episodes:
         False if its world failed while the engine sampled the answer: another try has begun, as a new
         ``Episode``, and the answer is lost.
         """
-        return episode.ticket in self._open
+        return episode.ticket in self._by_ticket
 
     def poll(self, timeout_s: float) -> tuple[list[Episode], list[Rollout]]:
         """Return the episodes whose next turn may be sampled, and the rollouts that are complete.
@@ -166,13 +166,13 @@ class Episodes:
         ready: list[Episode] = []
         done: list[Rollout] = []
         for ticket, answer in self._pool.poll(timeout_s, self.tickets):
-            episode = self._open.get(ticket)
+            episode = self._by_ticket.get(ticket)
             if episode is None:  # cancelled
                 continue
             self._waiting.discard(ticket)
             episode.world_s += self._pool.take_seconds(ticket)
             if isinstance(answer, Failure):
-                del self._open[ticket]
+                del self._by_ticket[ticket]
                 kind, failures = answer.kind, episode.failures
                 failures[kind.value] = failures.get(kind.value, 0) + 1
                 episode.num_lost += isinstance(answer, Lost)
@@ -188,7 +188,7 @@ class Episodes:
                 else:
                     done.append(_ended(episode, failure=answer, finish_reason="error"))
             elif isinstance(answer, Ended):
-                del self._open[ticket]
+                del self._by_ticket[ticket]
                 earned = added([turn.reward for turn in episode.rollout.turns] + [answer.earned])
                 done.append(_ended(episode, earned=earned))
             else:
@@ -199,7 +199,7 @@ class Episodes:
                     else:
                         goes_on = self._hear(episode, answer)
                 except DataError as error:  # what the world said makes no prompt
-                    del self._open[ticket]
+                    del self._by_ticket[ticket]
                     self._pool.cancel(ticket)
                     failure = Failure(kind=FailureKind.data, message=str(error), source="environment")
                     episode.failures[FailureKind.data.value] = 1
@@ -255,15 +255,15 @@ class Episodes:
 
     def drop(self, groups: Collection[str]) -> None:
         """Cancel the episodes of ``groups``."""
-        for ticket, episode in list(self._open.items()):
+        for ticket, episode in list(self._by_ticket.items()):
             if episode.slot.group_id in groups:
                 self._pool.cancel(ticket)
-                del self._open[ticket]
+                del self._by_ticket[ticket]
                 self._waiting.discard(ticket)
 
     def close(self) -> None:
         """Cancel what is under way. Idempotent."""
-        self.drop({episode.slot.group_id for episode in self._open.values()})
+        self.drop({episode.slot.group_id for episode in self._by_ticket.values()})
 
     def _conversation(self, episode: Episode, opening: Opening) -> Conversation:
         return Conversation(

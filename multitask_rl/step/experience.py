@@ -127,7 +127,7 @@ class ExperienceSource:
         """The step under way."""
         self._ahead: deque[_Batch] = deque()
         self._unscored: list[_Sampled] = []
-        """Batches of steps before that have groups without rewards."""
+        """Batches of earlier steps that have groups without rewards."""
         self._num_late = Counter[str]()
         """Late groups of the steps that were taken, by task."""
         self._judging: list[Span] = []
@@ -241,7 +241,7 @@ class ExperienceSource:
         return not wait(sampled, timeout_s).not_done
 
     def _in_scoring(self) -> list[_Sampled]:
-        """Return the batches ahead that are sampled, and those of steps before that are not all scored."""
+        """Return the batches ahead that are sampled, and those of earlier steps that are not all scored."""
         futures = [b.sampled for b in self._ahead if b.sampled is not None and b.sampled.done()]
         return [*(f.result() for f in futures if f.exception() is None), *self._unscored]
 
@@ -310,18 +310,24 @@ class ExperienceSource:
         return sampled
 
     def _fill(self, experience: Experience, first: _Sampled) -> None:
-        """Collect what the step learns from, and which groups a task was short of."""
-        passes: list[_Sampled] = []
+        """Fill in the records of the step, its metrics, and the late and missing groups of each task.
+
+        Args:
+            experience: of the step.
+            first: its batch; refills are sampled here.
+        """
+        batches: list[_Sampled] = []
+        """The step's own batch, then its refills."""
         own: set[str] = set()
         """Ids of the groups that the step has drawn."""
         arrived: list[Scored] = []
         """Records of groups that earlier steps have drawn, whose episodes ended in this one."""
 
-        def collect(counts: Mapping[str, int]) -> list[Scored]:
+        def score_next(counts: Mapping[str, int]) -> list[Scored]:
             sampled = first
-            if passes:
+            if batches:
                 sampled = self._sample_here(draw_prompts(self._tasks, counts, self._actor), first.step)
-            passes.append(sampled)
+            batches.append(sampled)
             own.update(sampled.groups)
             began = time.monotonic()
             task = sampled.rewards.wait()
@@ -334,31 +340,31 @@ class ExperienceSource:
             arrived.extend(s for s in scored if s.rollout.group_id not in own)
             return [s for s in scored if s.rollout.group_id in own]
 
-        def num_late() -> Counter[str]:
-            groups = dict(passes[-1].unsampled)
-            for sampled in passes:
-                groups |= sampled.rewards.open_groups
-            return Counter(task for name, task in groups.items() if name in own)
+        def own_late() -> Counter[str]:
+            late = dict(batches[-1].unsampled)
+            for sampled in batches:
+                late |= sampled.rewards.open_groups
+            return Counter(task for name, task in late.items() if name in own)
 
         quotas = experience.quotas
         if self._lag == 0:
-            experience.drawn, experience.kept = self._refill.collect(quotas, collect, num_late)
+            experience.drawn, experience.kept = self._refill.collect(quotas, score_next, own_late)
         else:
             # the engine is busy with the next batches: later quotas give back the missing groups
-            experience.drawn = collect(quotas)
+            experience.drawn = score_next(quotas)
             experience.kept = self._refill.keep(experience.drawn, quotas)
         carried, dropped = self._carry_over(experience, arrived)
-        for sampled in passes:
+        for sampled in batches:
             dropped.update(sampled.dropped)
-        experience.late = num_late()
+        experience.late = own_late()
         experience.late.subtract(carried + dropped)
-        entitled = Counter(quotas)
-        entitled.subtract(experience.late)
         if self._config.batch.refill_rounds:
+            entitled = Counter(quotas)
+            entitled.subtract(experience.late)
             experience.shortfall = self._refill.shortfall(experience.kept, entitled)
-        else:  # groups without a gradient are not given back, those that were too late are
+        else:  # only the groups that were too late are given back
             experience.shortfall = dict(dropped)
-        self._unscored += [sampled for sampled in passes if sampled.rewards.open_groups]
+        self._unscored += [sampled for sampled in batches if sampled.rewards.open_groups]
         if self._config.batch.quorum < 1.0:
             for name in quotas:
                 counts = experience.metrics.setdefault(name, {})
@@ -372,10 +378,10 @@ class ExperienceSource:
                 experience.metrics.setdefault(name, {})["staleness"] = sum(found) / len(found)
 
     def _carry_over(self, experience: Experience, arrived: list[Scored]) -> tuple[Counter[str], Counter[str]]:
-        """Add the late groups of earlier steps that are scored by now; drop those that are too old.
+        """Add ``arrived`` and the other late groups that are scored by now; drop those that are too old.
 
         Returns:
-            Groups added and dropped, by task; ``arrived``, scored with the step's own, are among them.
+            Groups added, with those in ``arrived``, and groups dropped, by task.
         """
         dropped = Counter[str]()
         for sampled in self._unscored:

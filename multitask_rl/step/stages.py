@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,8 @@ class _Call:
     seeds: list[int] = field(default_factory=list)
     owners: list[list[int]] = field(default_factory=list)
     """[requests][samples] the position of each sample; emptied when the engine's stream ends."""
+    ready: list[Episode] = field(default_factory=list)
+    """Episodes whose next turn can be sampled and is not yet in the engine's stream."""
 
 
 @dataclass(slots=True)
@@ -239,70 +241,98 @@ class RolloutStage(StreamingStage):
         if episodes is None and self._episodes is not None:
             episodes = self._episodes()
         self._call = call = _Call(judge, episodes)
-        has_ended = False
+        stay_open = False
         try:
             self._begin_episodes(call, slots)
             requests = self._requests(call, [slot for slot in slots if not self._has_world(slot)])
-            ready: list[Episode] = []
-            took = 0.0
-            while requests or ready or (episodes is not None and episodes.num_waiting):
-                if not requests and episodes is not None:
-                    # worlds that answer soon share a batch: waiting costs less than another pass
-                    until = time.monotonic() + max(0.02, took / 2)
-                    while episodes.num_waiting:
-                        self.between_parts()
-                        left = 1.0
-                        # a further attempt cannot be left to a later call: its group has been passed on
-                        may_leave = is_enough is not None and is_enough() and not episodes.has_attempts
-                        if ready and episodes.in_lockstep:
-                            if not episodes.must_wait:
-                                break
-                        elif (ready or may_leave) and (left := until - time.monotonic()) < 0.0:
-                            break
-                        now_ready, done = episodes.poll(left)
-                        ready += now_ready
-                        if done:
-                            yield done
-                    if not ready:
-                        break
-                    ready.sort(key=lambda episode: episode.slot.order)
-                    requests, ready = self._requests(call, ready), []
-                    if not requests:
-                        continue
-                if episodes is not None:
-                    self.engine.retain(episodes.tickets)
-                began = time.monotonic()
-                self._is_sampling = True
-                for ended in self.engine.generate_stream(requests):
-                    self.between_parts()
-                    done = self._take(call, ended)
-                    if episodes is not None and not episodes.in_lockstep:
-                        now_ready, now_done = episodes.poll(0.0)
-                        ready += now_ready
-                        done += now_done
-                        if ready and self.engine.can_admit:
-                            self.engine.admit(self._requests(call, ready))
-                            ready = []
-                    yield done
-                self._is_sampling = False
-                self.spans.append((began, time.monotonic()))
-                took = time.monotonic() - began
-                call.owners.clear()
-                requests = []
-            has_ended = True
+            seconds = 0.0
+            while True:
+                if requests:
+                    seconds = yield from self._sample_stream(call, requests)
+                if episodes is None:
+                    break
+                yield from self._wait_for_worlds(call, episodes, max(0.02, seconds / 2), is_enough)
+                if not call.ready:
+                    break
+                call.ready.sort(key=lambda episode: episode.slot.order)
+                requests, call.ready = self._requests(call, call.ready), []
+            stay_open = is_enough is not None
         finally:
             self._call, self._is_sampling = None, False
-            goes_on = has_ended and is_enough is not None
             if episodes is not None:
-                if goes_on:
+                if stay_open:
                     episodes.pause()
                 else:
                     episodes.close()
                 self.engine.retain(episodes.tickets)
             if is_enough is not None:
-                self._late = episodes if goes_on and self._groups else None
-                if not goes_on:
+                self._late = episodes if stay_open and self._groups else None
+                if not stay_open:
                     self._groups.clear()
+
+    def _sample_stream(
+        self, call: _Call, requests: Sequence[GenerationRequest]
+    ) -> Generator[list[Rollout], None, float]:
+        """Sample ``requests``, and turns that get ready meanwhile if the engine admits them.
+
+        Yields:
+            Rollouts that end.
+
+        Returns:
+            The seconds that it took.
+        """
+        episodes = call.episodes
+        if episodes is not None:
+            self.engine.retain(episodes.tickets)
+        began = time.monotonic()
+        self._is_sampling = True
+        for ended in self.engine.generate_stream(requests):
+            self.between_parts()
+            done = self._take(call, ended)
+            if episodes is not None and not episodes.in_lockstep:
+                ready, also_done = episodes.poll(0.0)
+                call.ready += ready
+                done += also_done
+                if call.ready and self.engine.can_admit:
+                    self.engine.admit(self._requests(call, call.ready))
+                    call.ready = []
+            yield done
+        self._is_sampling = False
+        call.owners.clear()
+        span = began, time.monotonic()
+        self.spans.append(span)
+        return span[1] - began
+
+    def _wait_for_worlds(
+        self,
+        call: _Call,
+        episodes: Episodes,
+        least_s: float,
+        is_enough: Callable[[], bool] | None,
+    ) -> Iterator[list[Rollout]]:
+        """Wait until a turn is ready or no episode waits for its world; yield rollouts that end.
+
+        - Turns that get ready within ``least_s`` seconds share a stream: waiting costs less than another one.
+        - In lockstep all turns share a stream.
+        - Once ``is_enough()`` is true, no turn is waited for.
+        """
+        until = time.monotonic() + least_s
+        while episodes.num_waiting:
+            self.between_parts()
+            # a further attempt cannot be left to a later call: its group has been passed on
+            may_leave = is_enough is not None and is_enough() and not episodes.has_attempts
+            left = 1.0
+            if call.ready and episodes.in_lockstep:
+                if not episodes.must_wait:
+                    return
+            elif call.ready or may_leave:
+                left = until - time.monotonic()
+                if left < 0.0:
+                    return
+            ready, done = episodes.poll(left)
+            call.ready += ready
+            if done:
+                yield done
 
     def _has_world(self, slot: Rollout) -> bool:
         return self._episodes is not None and bool(self._tasks[slot.task].spec.environment)

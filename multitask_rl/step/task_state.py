@@ -87,7 +87,7 @@ class TaskState:
     num_overlong: int = 0
     """Training prompts left out since the start because they did not fit."""
     told_of_overlong: bool = False
-    """The warning of the first of them was given; prompts that are drawn again bring no other."""
+    """The warning of the first of them was given. It comes once, also if they are drawn again."""
 
     def __post_init__(self) -> None:
         """Define the task's numbers; choose the rows to evaluate."""
@@ -369,7 +369,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
         if task.num_overlong and not task.told_of_overlong:
             task.told_of_overlong = True
             task.warnings.append(
-                f"{task.num_overlong} of the first {len(found) + task.num_overlong} prompts are longer than "
+                f"{task.num_overlong} of {len(found) + task.num_overlong} prompts drawn are longer than "
                 f"{task.max_prompt_tokens} tokens, or have given answers of more than "
                 f"{task.sampling.max_new_tokens}; such prompts are left out and counted "
                 f"(task/{name}/overlong_prompts). rollout.max_prompt_tokens and max_new_tokens are the limits"

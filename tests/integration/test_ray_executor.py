@@ -248,9 +248,10 @@ class LengthPool:
         return [{"short": Verdict(cost=0.0, violated=len(r.response) > 3)} for r in rollouts]
 
     def take_counts(self) -> dict[str, TaskCounts]:
-        number = 1 + 2 * self._index  # other numbers of samples: 1 and 3
+        number = 1 + 2 * self._index  # other numbers of responses: 1 and 3
+        responses = {(draw, self._index, 0) for draw in range(number)}
         failures = Counter({FailureKind.data: number if self._index else 0})
-        counts = TaskCounts(samples=number, results=number, failures=failures)
+        counts = TaskCounts(responses=responses, results=number, failures=failures)
         return {"t": counts}
 
     def health_events(self, step: int) -> list[Event]:
@@ -306,7 +307,7 @@ def test_pools_score_in_order_and_survive_a_death(cluster: None, tmp_path: Path)
             len(r.response) > 3 for r in rollouts
         ]
         assert pool.score([]) == []
-        assert pool.metrics()["t"]["reward_failure_rate"] == 0.75, "of all samples, not the mean of two rates"
+        assert pool.metrics()["t"]["reward_failure_rate"] == 0.75, "of all responses, no mean of two rates"
         assert [event.reason for event in pool.health_events(3)] == ["0", "1"]
         with pytest.raises(RewardError, match="budget spent"):
             pool.score(_rollouts(["raise"]))
@@ -355,7 +356,7 @@ def test_ordinary_pools_in_actors_give_the_ordinary_results(cluster: None, tmp_p
             {name: value for name, value in pool.metrics()["t"].items() if name.startswith(of_samples)}
             for pool in (local, remote)
         )
-        assert one == two, "rates are of the samples of all pools"
+        assert one == two, "rates are of the responses of all pools"
         assert one["reward_failure_rate"] == pytest.approx(1 / 11)
         violations = [replace(r, verdicts={"judge": Verdict(cost=1.0, violated=True)}) for r in rollouts]
         assert remote.explain(violations) == [{"judge": f"{len(r.response)} characters"} for r in rollouts]

@@ -115,7 +115,7 @@ class VLLMEngine(RolloutEngine):
         self._unusable = ""
         self._grammars: Grammars | None = None
         self._asleep: set[str] = set()
-        self._open: _Stream | None = None
+        self._stream: _Stream | None = None
         self._has_weights = True
         self._between_steps: Callable[[], None] = lambda: None
         self._max_model_len = int(self._llm.llm_engine.model_config.max_model_len)
@@ -164,7 +164,7 @@ class VLLMEngine(RolloutEngine):
         """Yield the samples that ended in each of vLLM's steps (see ``RolloutEngine``)."""
         self._check_idle()
         self.num_prompt_tokens = self.num_cached_tokens = 0
-        stream = self._open = _Stream()
+        stream = self._stream = _Stream()
         try:
             with self._handled_errors():
                 self.admit(requests)
@@ -176,8 +176,8 @@ class VLLMEngine(RolloutEngine):
                         ended, stream.ended = stream.ended, []
                         yield ended
         finally:
-            if self._open is stream:
-                self._open = None
+            if self._stream is stream:
+                self._stream = None
 
     def call_between_steps(self, hook: Callable[[], None]) -> bool:
         """See ``RolloutEngine``."""
@@ -186,16 +186,16 @@ class VLLMEngine(RolloutEngine):
 
     def admit(self, requests: Sequence[GenerationRequest]) -> None:
         """Add requests to the open stream (see ``RolloutEngine``); they join the batch at the next step."""
-        if self._open is None:
+        if self._stream is None:
             raise EngineError("no stream is open that requests could join; call generate_stream")
         for request in requests:
-            index = self._open.num_requests
-            self._open.num_requests += 1
+            index = self._stream.num_requests
+            self._stream.num_requests += 1
             if not request.prompt_ids:
                 raise EngineError(f"request {index} has an empty prompt; give it at least one token")
             if len(request.prompt_ids) >= self._max_model_len:
                 nothing = Generation(response_ids=[], rollout_logprobs=[], finish_reason="length")
-                self._open.ended += [(index, sample, nothing) for sample in range(len(request.seeds))]
+                self._stream.ended += [(index, sample, nothing) for sample in range(len(request.seeds))]
                 continue
             self._wake("weights", "kv_cache")
             from vllm.sampling_params import RequestOutputKind
@@ -208,7 +208,7 @@ class VLLMEngine(RolloutEngine):
                 )
                 name = str(next(self._llm.request_counter))
                 inner = self._llm.llm_engine.add_request(name, prompt, params)
-                self._open.rows[name] = _Row(index, sample, seed, request.watch, inner)
+                self._stream.rows[name] = _Row(index, sample, seed, request.watch, inner)
 
     def _step(self, stream: _Stream) -> None:
         """Decode a token of every row; move the rows that ended from ``stream.rows`` to ``stream.ended``."""

@@ -44,7 +44,7 @@ def test_rows_see_their_prompt_and_their_own_tokens_while_others_leave(name):
 def test_the_largest_score_may_be_that_of_any_token_of_a_prompt():
     model = build("llama.Llama")
     for layer in model.model.layers:
-        layer.self_attn.q_proj.weight *= 3e4  # powers of a score that is no maximum would be infinite
+        layer.self_attn.q_proj.weight *= 3e4  # less than the maximum subtracted: the powers are infinite
     with use_attention([model], SHARED_PROMPT):
         decoder = SharedDecoder(model, PROMPTS, 0)
         tokens = torch.arange(3, 3 + len(PROMPTS))

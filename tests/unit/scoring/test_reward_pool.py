@@ -578,6 +578,15 @@ def test_a_response_that_is_judged_and_scored_is_one_sample_of_the_failure_rate(
     assert metrics["reward_failure_rate"] == 0.25
 
 
+def test_a_response_that_is_judged_and_not_scored_is_a_sample_of_the_failure_rate(open_pool: Open) -> None:
+    pool = open_pool("length", constraints=("raises",))
+    pool.judge(of("length", "bad", "bad", "a", "a"))
+    pool.score(of("length", "bad", "bad", "a", "a")[2:])
+    assert pool.metrics()["length"]["reward_failure_rate"] == 0.5
+    pool.judge(of("length", "bad", "bad"))
+    assert pool.metrics()["length"]["reward_failure_rate"] == 1.0
+
+
 def test_model_plugins_live_in_this_process_and_are_shared(plugin_file: Path) -> None:
     reward = RewardSpec(plugin=f"{plugin_file}:InProcess", name="rm", config={"model": "shared"})
     specs = {name: TaskSpec(name=name, rewards=[reward]) for name in ("one", "two")}

@@ -218,6 +218,7 @@ def test_with_a_quorum_a_slow_constraint_makes_the_groups_of_its_task_late_and_n
         assert all("ValueError" in s.failure.message for s in scored[1::2] if s.failure)
         counted = {what: len(own["recent"]) for what, own in pool.state_dict()["broken"].items()}
         assert counted == {"scored": 0, "judged": 2}, "a failed verdict counts once, alone"
+        assert pool.metrics()["broken"]["reward_failure_rate"] == 1.0
         (tmp_path / "judges.py.go").touch()
         late = [s for part in parts for s in part]
         assert [(s.rollout.task, s.reward, s.rollout.verdicts["own"].cost) for s in late] == [
