@@ -355,6 +355,7 @@ def draw_prompts(tasks: Mapping[str, TaskState], quotas: Mapping[str, int], acto
                     task.num_overlong += 1
                     misses += 1
                 else:
+                    _condition(task, prompt, evaluation=False)
                     found.append(prompt)
                     misses = 0
             # every row was tried, also by streams that prefer some rows

@@ -729,6 +729,9 @@ def test_a_prompt_at_the_limit_still_fits_with_its_control_token(tmp_path):
     rollout = RolloutConfig(max_new_tokens=4, max_prompt_tokens=limit)
     trainer = train(run_config(tmp_path, "out", 3, rollout=rollout, **SMALL))
     assert trainer.tasks["digit"].num_overlong == 0
+    (prompt,) = draw_prompts(trainer.tasks, {"digit": 1}, trainer.actor)
+    assert prompt.is_conditioned
+    assert len(prompt.prompt_ids) == limit + 1
     shorter = replace(rollout, max_prompt_tokens=limit - 1)
     with pytest.raises(DataError, match=f"longer than {limit - 1} tokens"):
         train(run_config(tmp_path, "short", 3, rollout=shorter, **SMALL))

@@ -260,7 +260,7 @@ def test_what_a_plugin_raises_is_data_whatever_its_class(open_pool: Open) -> Non
     assert failure is not None
     assert (failure.kind, failure.message) == (
         FailureKind.grader,
-        "raised KeyboardInterrupt:  (hostile_plugins.py:50)",
+        "raised KeyboardInterrupt:  (hostile_plugins.py:54)",
     )
 
 
