@@ -260,7 +260,8 @@ class RewardPool:
                 counts.overruns += item.has_overrun and is_whole
             counts.results += len(own)
             if is_whole:
-                counts.responses.add((rollout.prompt.draw, rollout.sample, rollout.attempt))
+                prompt = rollout.prompt
+                counts.responses.add((prompt.prompt_id, prompt.draw, rollout.sample, rollout.attempt))
                 counts.failures.update(r.kind for r in own.values() if isinstance(r, Failure))
             answers.append((rollout, own))
         return answers

@@ -20,8 +20,11 @@ MIN_SAMPLES = 20
 class TaskCounts:
     """Numbers of one task since the last report."""
 
-    responses: set[tuple[int, int, int]] = field(default_factory=set)
-    """Draw, sample and attempt of the responses that were judged or scored."""
+    responses: set[tuple[str, int, int, int]] = field(default_factory=set)
+    """Prompt, draw, sample and attempt of the responses that were judged or scored.
+
+    A draw alone may be one of training and one of an evaluation.
+    """
     results: int = 0
     hits: int = 0
     overruns: int = 0

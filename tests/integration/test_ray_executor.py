@@ -249,7 +249,7 @@ class LengthPool:
 
     def take_counts(self) -> dict[str, TaskCounts]:
         number = 1 + 2 * self._index  # other numbers of responses: 1 and 3
-        responses = {(draw, self._index, 0) for draw in range(number)}
+        responses = {("t/1", draw, self._index, 0) for draw in range(number)}
         failures = Counter({FailureKind.data: number if self._index else 0})
         counts = TaskCounts(responses=responses, results=number, failures=failures)
         return {"t": counts}

@@ -585,6 +585,10 @@ def test_a_response_that_is_judged_and_not_scored_is_a_sample_of_the_failure_rat
     assert pool.metrics()["length"]["reward_failure_rate"] == 0.5
     pool.judge(of("length", "bad", "bad"))
     assert pool.metrics()["length"]["reward_failure_rate"] == 1.0
+    held_out = [replace(r, prompt=replace(r.prompt, prompt_id="length/held")) for r in of("length", "a", "a")]
+    pool.judge(of("length", "bad", "bad"))
+    pool.judge(held_out)
+    assert pool.metrics()["length"]["reward_failure_rate"] == 0.5, "an evaluation counts its draws anew"
 
 
 def test_model_plugins_live_in_this_process_and_are_shared(plugin_file: Path) -> None:
