@@ -43,7 +43,7 @@ from multitask_rl.step.task_state import draw_prompts
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
-from run_builders import JudgesAllGood, lines, run_config, train, write_run
+from run_builders import ECHO, ECHO_WORLD, JudgesAllGood, lines, run_config, train, write_run
 
 COPY = """
 tasks:
@@ -732,6 +732,13 @@ def test_a_prompt_at_the_limit_still_fits_with_its_control_token(tmp_path):
     (prompt,) = draw_prompts(trainer.tasks, {"digit": 1}, trainer.actor)
     assert prompt.is_conditioned
     assert len(prompt.prompt_ids) == limit + 1
+    episodes = ECHO.replace("grpo", "reward_conditioned")
+    (tmp_path / "worlds.py").write_text(ECHO_WORLD)
+    (tmp_path / "tasks.yaml").write_text((tmp_path / "tasks.yaml").read_text() + episodes)
+    train(run_config(tmp_path, "episodes", 3, rollout=rollout, **SMALL))
+    drawn = [row for row in lines(tmp_path / "episodes", "rollouts.jsonl") if '"task": "echo"' in row]
+    assert drawn
+    assert not [row for row in drawn if json.loads(row)["failure"]]
     shorter = replace(rollout, max_prompt_tokens=limit - 1)
     with pytest.raises(DataError, match=f"longer than {limit - 1} tokens"):
         train(run_config(tmp_path, "short", 3, rollout=shorter, **SMALL))

@@ -136,7 +136,7 @@ class RankGroup(TrainingBackend):
                 num_threads=num_threads or torch.get_num_threads(),
                 frozen=frozen,
                 absent=frozenset(absent),
-                shards=shards or Shards,
+                shards=shards,
             )
             for rank in self._others:
                 connections.send(rank, setup)
@@ -148,7 +148,7 @@ class RankGroup(TrainingBackend):
             self._undo.callback(ranks.close)
             connections.on_lost = ranks.abort
             ranks.before_sum = wait_for_all
-            self._rank = Rank(main, ranks, self._tensors, config, shards or Shards)
+            self._rank = Rank(main, ranks, self._tensors, config, shards)
             self._wholes = self._rank.state.parameters
             self._synchronise()
             if shards is not None or context > 1:

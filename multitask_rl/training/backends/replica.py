@@ -61,7 +61,7 @@ class Setup:
     num_threads: int
     frozen: bytes
     """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
-    shards: type[Shards]
+    shards: type[Shards] | None
     absent: frozenset[int] = frozenset()
     """Numbers of the tensors of which the rank gets parts later; until then they have no memory."""
 
@@ -143,7 +143,7 @@ class Rank:
         ranks: the collectives of this rank.
         tensors: those of the models, in the same order in every rank.
         config: the run.
-        shards: how models are cut.
+        shards: cuts the models (``shard``); None = every rank holds copies.
     """
 
     shards: Shards
@@ -155,7 +155,7 @@ class Rank:
         ranks: Ranks,
         tensors: list[torch.Tensor],
         config: RunConfig,
-        shards: type[Shards],
+        shards: type[Shards] | None,
     ) -> None:
         self.own, self.ranks, self._tensors, self._config = own, ranks, tensors, config
         self._shards = shards
@@ -189,6 +189,7 @@ class Rank:
         for number in gone:
             self._tensors[number] = torch.empty(0)
         actor = actor or self.own.runner.actor
+        assert self._shards is not None, "these ranks hold copies"
         cut = self._shards.cut_models(actor, self.own, self._config, self.ranks, shares_prompts)
         self.shards, self.own, self.state = cut
         for model in (actor.model, self.own.runner.reference):
