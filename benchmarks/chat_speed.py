@@ -9,9 +9,10 @@ Sampling compares our engine with ``model.generate``, vLLM and ``products``, the
 alone, which no engine can leave out: the limit of this machine. A step compares our trainer with TRL's
 ``GRPOTrainer``. Every side is a process of its own with the same prompts, lengths and temperature. The sides
 take turns. The first round of a turn does not count: a side that has waited for others is slower then, and no
-training run waits so. A ratio is the median over the turns of our tokens per second of processor time over
-those of the other side: other work on the machine hardly changes it. A side that is not installed is left out
-with a message.
+training run waits so. A ratio is the median over the turns of our tokens per second over those of the other
+side: per second of processor time with one thread, since other work on the machine hardly changes it; by the
+clock with more (``--threads 2``, on a quiet machine), since threads that wait for each other spend processor
+time. A side that is not installed is left out with a message.
 """
 
 from __future__ import annotations
@@ -87,12 +88,13 @@ def main() -> None:
     def rates(steps: list[dict[str, float]], clock: str) -> list[float]:
         return [step["new_tokens"] / step[clock] for step in steps]
 
+    clock = "cpu_s" if args.threads == 1 else "step_s"
     ratios: dict[str, dict[str, float]] = {}
     for name, side in sides.items():
         if name.startswith("ours"):
             for other in sides.values():
                 if other is not side:
-                    pairs = zip(rates(side.steps, "cpu_s"), rates(other.steps, "cpu_s"), strict=True)
+                    pairs = zip(rates(side.steps, clock), rates(other.steps, clock), strict=True)
                     found = statistics.median(mine / its for mine, its in pairs)
                     ratios.setdefault(name, {})[other.name] = round(found, 3)
     result: dict[str, Any] = {
@@ -100,14 +102,15 @@ def main() -> None:
             **sizes,
             "rows": [file.name for file in args.rows],
             "threads": args.threads,
+            "clock of the ratios": clock,
             "steps": args.steps,
             "model": Path(args.model).name,
         },
         "tokens_per_s": {
             name: {
                 **{
-                    clock: round(statistics.median(rates(side.steps, clock)), 1)
-                    for clock in ("cpu_s", "step_s")
+                    each: round(statistics.median(rates(side.steps, each)), 1)
+                    for each in ("cpu_s", "step_s")
                 },
                 "cpu_s after a wait": round(statistics.median(rates(waited[name], "cpu_s")), 1),
             }

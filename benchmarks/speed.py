@@ -57,7 +57,6 @@ class Side:
             **(environment or {}),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
             "TOKENIZERS_PARALLELISM": "false",
         }
         if device == "cpu":

@@ -238,14 +238,16 @@ def shared_prompt_attention(
     # the cache has the precision to multiply in
     with torch.autocast(query.device.type, enabled=False):
         output = _attend(scaled.to(layer.dtype), key, value, layer)
-    return pad(output, (0, 0, 0, 0, 0, len(query) - rows)).unsqueeze(1), None
+    if len(query) > rows:
+        output = pad(output, (0, 0, 0, 0, 0, len(query) - rows))
+    return output.unsqueeze(1), None
 
 
 def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer) -> Tensor:
     """Return the output [B, H, D] of the ``scaled`` queries [B, H, D]."""
     rows, heads, size = scaled.shape
     groups = key.shape[1]
-    placed = scaled[layer.grid.source]
+    placed = scaled.index_select(0, layer.grid.source)
     outputs, totals = [], []
     first = 0
     for bucket, (keys, values) in zip(layer.grid.buckets, layer.prompts, strict=True):
@@ -265,13 +267,13 @@ def _attend(scaled: Tensor, key: Tensor, value: Tensor, layer: SharedPromptLayer
         outputs.append(output.view(*back, size).transpose(1, 2).reshape(bucket.slots, heads, size))
         first += bucket.slots
     shape = (rows * groups, heads // groups, -1)
-    prompt_output = torch.cat(outputs)[layer.grid.slots].view(shape)
+    prompt_output = torch.cat(outputs).index_select(0, layer.grid.slots).view(shape)
     scores = torch.bmm(scaled.view(shape), key.flatten(0, 1).transpose(-1, -2)).float()
     # the prompt is one more key: its score is the log-sum-exp, its value the output over the prompt
     scores[..., layer.length : -1] = float("-inf")
-    scores[..., -1:] = torch.cat(totals)[layer.grid.slots].view(shape)
+    scores[..., -1:] = torch.cat(totals).index_select(0, layer.grid.slots).view(shape)
     weights = scores.softmax(dim=-1).to(value.dtype)
-    output = torch.baddbmm(prompt_output * weights[..., -1:], weights, value.flatten(0, 1))
+    output = prompt_output.mul_(weights[..., -1:]).baddbmm_(weights, value.flatten(0, 1))
     return output.view(rows, heads, size)
 
 

@@ -1,7 +1,8 @@
 """Decoding of a batch of rows with ``transformers``: prompts are computed once, then one token at a time.
 
-``SharedDecoder`` reads a group's prompt once for all its rows. ``PlainDecoder`` works for every causal
-language model: over the model's cache, or without one where the model has another state (Mamba, LFM2).
+``SharedDecoder`` reads a group's prompt once for all its rows, and computes once what many prompts begin
+with, such as a system prompt. ``PlainDecoder`` works for every causal language model: over the model's cache,
+or without one where the model has another state (Mamba, LFM2).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ MASK_CELLS = 2**25
 """Queries times keys of a forward after the first, whose mask is a tensor: 128 MiB in float32."""
 BUCKET_SLACK = 16
 """Tokens by which even the shortest prompt of a bucket may be padded."""
+WORTHWHILE_TOKENS = {"cpu": 256}
+"""Prompt tokens that a forward more must save; on other devices as many as a whole forward has."""
 SMALLEST_STEP = 8
 """Least difference between the sizes that batches are filled up to."""
 
@@ -145,7 +148,8 @@ class SharedDecoder:
         self.num_tokens = sum(map(len, groups))
         """Number of tokens of the distinct prompts."""
         self.num_known = self.num_tokens
-        """Of these tokens, those that were not computed."""
+        """Of these tokens, those known from an earlier turn or another prompt."""
+        prefix = Past((), [])
         slots = torch.empty(len(prompts), dtype=torch.long)
         buckets: list[Bucket] = []
         states: list[list[tuple[Tensor, Tensor]]] = []
@@ -158,10 +162,15 @@ class SharedDecoder:
                 slots[rows] = first + number * width + torch.arange(len(rows))
             ids, mask, positions = _left_padded(similar, filler, device)
             cache = DynamicCache(config=model.config)
-            missing = [len(p) - known[p].shared(p) if p in known else len(p) for p in similar]
+            if similar[0] not in known:
+                found = _common_prefix(model, similar, prefix, prefill_tokens)
+                self.num_known -= len(found.ids) if found is not prefix else 0
+                prefix = found
+            before = [known.get(prompt, prefix) for prompt in similar]
+            missing = [len(p) - past.shared(p) for p, past in zip(similar, before, strict=True)]
             start = max(map(len, similar)) - max(missing)
             if start:
-                _put(cache, similar, [known[p] for p in similar], start)
+                _put(cache, similar, before, start)
             self.num_known -= sum(min(len(p), max(missing)) for p in similar)
             last = prefill(model, ids, cache, mask, positions, prefill_tokens)
             bias = None
@@ -217,6 +226,21 @@ class SharedDecoder:
         )
         self._position = self._position + 1
         self.logits = out.logits[:rows, -1]
+
+
+def _common_prefix(
+    model: Any, prompts: Sequence[tuple[int, ...]], before: Past, prefill_tokens: int
+) -> Past:
+    """Compute the longest prefix of all ``prompts`` and return it; ``before`` where that saves too little."""
+    ids = prompts[0][: min(map(Past(prompts[0], []).shared, prompts))]
+    saved = (len(prompts) - 1) * (len(ids) - min(map(before.shared, prompts)))
+    device = next(model.parameters()).device
+    if saved < WORTHWHILE_TOKENS.get(device.type, CHUNK_TOKENS):
+        return before
+    cache = DynamicCache(config=model.config)
+    tokens, mask, positions = _left_padded([ids], 0, device)
+    prefill(model, tokens, cache, mask, positions, prefill_tokens)
+    return Past(ids, [torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
 
 
 def _put(cache: Any, prompts: Sequence[tuple[int, ...]], pasts: Sequence[Past], start: int) -> None:

@@ -122,7 +122,7 @@ class HFEngine(RolloutEngine):
         self.num_prompt_tokens = 0
         """Prompt tokens of the last call; those that several samples share count once."""
         self.num_cached_tokens = 0
-        """Of these tokens, those whose keys and values were kept from an earlier turn."""
+        """Of these tokens, those whose keys and values were known from an earlier turn or another prompt."""
 
     @classmethod
     def build(cls, actor: Actor, config: RolloutConfig, *, seed: int, output_dir: Path) -> HFEngine:

@@ -115,3 +115,56 @@ def test_the_engine_samples_the_same_however_its_prompts_are_cut(model: Any) -> 
         for a, b in zip((g for r in whole for g in r), (g for r in found for g in r), strict=True):
             assert a.response_ids == b.response_ids
             assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)
+
+
+def test_what_many_prompts_begin_with_is_computed_once(model: Any) -> None:
+    system = [2 + (3 * i) % 38 for i in range(60)]
+    short = [[*system, *(2 + (1 + i) * k % 37 for i in range(2 + k))] for k in range(1, 8)]
+    long = [[*system, *(2 + (1 + i) * k % 35 for i in range(90 + k))] for k in range(1, 8)]
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.7)
+
+    def requests(prompts: list[list[int]]) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(prompt_ids=prompt, sampling=sampling, seeds=[len(prompt), prompt[0]])
+            for prompt in prompts
+        ]
+
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    alone = [group for one in requests([*short, *long]) for group in engine.generate([one])]
+    computed: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: computed.append(inputs[0].numel() if inputs[0].shape[1] > 1 else 0)
+    )
+    together = engine.generate(requests([*short, *long]))
+    hook.remove()
+    assert sum(computed) == 60 + 7 * 9 + 7 * 97, "of each kind as many columns as its longest has"
+    assert engine.num_prompt_tokens - engine.num_cached_tokens == 60 + sum(
+        min(len(prompt), width) for prompts, width in ((short, 9), (long, 97)) for prompt in prompts
+    )
+    strange = [[*prompt[:30], 4, *prompt[31:]] for prompt in short[:2]]
+    beside = engine.generate(requests([*strange, *short, *long]))[2:]
+    for groups in zip(alone, together, beside, strict=True):
+        for a, *others in zip(*groups, strict=True):
+            for b in others:
+                assert a.response_ids == b.response_ids
+                assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)
+
+
+def test_a_conversation_goes_on_beside_prompts_with_a_common_beginning(model: Any) -> None:
+    system = [2 + (3 * i) % 38 for i in range(60)]
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0)
+    sampling = SamplingParams(max_new_tokens=6)
+    first = GenerationRequest(prompt_ids=[*system, 4, 5], sampling=sampling, seeds=[1], conversations=[1])
+    ((answer,),) = engine.generate([first])
+    turn = GenerationRequest(
+        prompt_ids=[*first.prompt_ids, *answer.response_ids, 9], sampling=sampling, seeds=[2], conversations=[1]
+    )
+    others = [
+        GenerationRequest(prompt_ids=[*system, 6 + k, 5], sampling=sampling, seeds=[3 + k]) for k in range(7)
+    ]
+    (own,), *rest = engine.generate([turn, *others])
+    assert engine.num_cached_tokens == len(turn.prompt_ids) - 2 + 6 * 60
+    for request, group in zip([turn, *others], [[own], *rest], strict=True):
+        (alone,) = HFEngine(model, eos_token_ids=[1], pad_token_id=0, use_cache=False).generate([request])
+        assert alone[0].response_ids == group[0].response_ids
+        assert group[0].rollout_logprobs == pytest.approx(alone[0].rollout_logprobs, abs=1e-4)
