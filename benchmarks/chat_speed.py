@@ -109,8 +109,7 @@ def main() -> None:
         "tokens_per_s": {
             name: {
                 **{
-                    each: round(statistics.median(rates(side.steps, each)), 1)
-                    for each in ("cpu_s", "step_s")
+                    each: round(statistics.median(rates(side.steps, each)), 1) for each in ("cpu_s", "step_s")
                 },
                 "cpu_s after a wait": round(statistics.median(rates(waited[name], "cpu_s")), 1),
             }

@@ -228,9 +228,7 @@ class SharedDecoder:
         self.logits = out.logits[:rows, -1]
 
 
-def _common_prefix(
-    model: Any, prompts: Sequence[tuple[int, ...]], before: Past, prefill_tokens: int
-) -> Past:
+def _common_prefix(model: Any, prompts: Sequence[tuple[int, ...]], before: Past, prefill_tokens: int) -> Past:
     """Compute the longest prefix of all ``prompts`` and return it; ``before`` where that saves too little."""
     ids = prompts[0][: min(map(Past(prompts[0], []).shared, prompts))]
     saved = (len(prompts) - 1) * (len(ids) - min(map(before.shared, prompts)))

@@ -156,9 +156,8 @@ def test_a_conversation_goes_on_beside_prompts_with_a_common_beginning(model: An
     sampling = SamplingParams(max_new_tokens=6)
     first = GenerationRequest(prompt_ids=[*system, 4, 5], sampling=sampling, seeds=[1], conversations=[1])
     ((answer,),) = engine.generate([first])
-    turn = GenerationRequest(
-        prompt_ids=[*first.prompt_ids, *answer.response_ids, 9], sampling=sampling, seeds=[2], conversations=[1]
-    )
+    said = [*first.prompt_ids, *answer.response_ids, 9]
+    turn = GenerationRequest(prompt_ids=said, sampling=sampling, seeds=[2], conversations=[1])
     others = [
         GenerationRequest(prompt_ids=[*system, 6 + k, 5], sampling=sampling, seeds=[3 + k]) for k in range(7)
     ]
