@@ -369,6 +369,12 @@ class ExperienceSource:
             for name in quotas:
                 counts = experience.metrics.setdefault(name, {})
                 counts.update(carried_over=float(carried[name]), dropped_stale=float(dropped[name]))
+            for name in dropped:
+                self._tasks[name].warn_once(
+                    "responses of it were dropped: their rewards or worlds took more than "
+                    f"rollout.max_staleness={self._config.rollout.max_staleness} updates. Such groups are "
+                    f"counted (task/{name}/dropped_stale). Raise it or batch.quorum, or make them faster"
+                )
         if self._config.rollout.max_staleness > 0:
             ages: dict[str, list[int]] = {}
             for one in experience.kept:

@@ -197,6 +197,11 @@ class TaskState:
         self.anchor = AnchorState(**state.get("anchor", {}))
         self.sync_learner()
 
+    def warn_once(self, reason: str) -> None:
+        """Add to ``warnings`` what this process has not told yet."""
+        if reason not in self.taken and reason not in self.warnings:
+            self.warnings.append(reason)
+
     def take_warnings(self, step: int) -> list[Event]:
         """Return ``warnings`` as events of ``step``, once."""
         told = []

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -298,6 +299,19 @@ def test_late_groups_are_carried_over_and_old_ones_dropped(tmp_path):
     assert {r["draw"] for r in slow if r["policy_version"] == 1} == {4, 5, 6, 7}
     assert {r["step"] for r in slow} == {3}
     assert steps[2]["task/slow/staleness"] > 0.0
+
+
+def test_a_task_whose_groups_are_too_old_is_told_once(tmp_path):
+    batch = replace(WITHOUT_HALF["batch"], quorum=0.25)
+    trainer, gate = gated_trainer(tmp_path, 4, batch=batch)
+    gate.unlink()
+    with trainer:
+        for _ in range(4):
+            trainer.train_step()
+    steps = [r for r in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in r]
+    assert [row["task/slow/dropped_stale"] > 0 for row in steps] == [False, False, True, True]
+    told = [(event.step, event.task) for event in trainer.events if "dropped_stale" in event.reason]
+    assert told == [(2, "slow")]
 
 
 @pytest.mark.parametrize("fails_after", [None, "rollout", "rewards"])
