@@ -323,7 +323,11 @@ class Trainer:
         """
         parts = self._open(track=False)
         try:
-            return Evaluations(parts.evaluator.evaluate(self.step, must_score=True))
+            found = Evaluations(parts.evaluator.evaluate(self.step, must_score=True))
+            for task in self.tasks.values():
+                for event in task.take_warnings(self.step):
+                    logger.warning("task %s: %s", event.task, event.reason)
+            return found
         finally:
             self._close("finished")
 

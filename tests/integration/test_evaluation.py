@@ -11,7 +11,7 @@ from multitask_rl.config.run import LoraConfig, ModelConfig, RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
 from multitask_rl.trainer import Trainer
-from run_builders import build_actor, run_config, train, undocumented, write_run
+from run_builders import ECHO, ECHO_WORLD, build_actor, run_config, train, undocumented, write_run
 
 ANCHOR = "multitask_rl.algorithms.anchor:Anchor"
 TASKS = """
@@ -241,3 +241,21 @@ def test_an_evaluation_speaks_of_no_gradient_and_wants_prompts(here, caplog):
         Trainer.from_config(replace(config, eval=replace(config.eval, num_prompts=0))).evaluate()
     Trainer.from_config(config).train()
     assert "weigh less in the shared gradient" in caplog.text
+
+
+def test_held_out_prompts_that_do_not_fit_are_told_and_fail_no_episode(here, caplog):
+    episodes = ECHO.replace("digit.jsonl", "test.jsonl") + "    evaluation_only: true\n"
+    (here / "tasks.yaml").write_text(TASKS + episodes)
+    (here / "worlds.py").write_text(ECHO_WORLD)
+    rows = [json.loads(line) for line in (here / "test.jsonl").read_text().splitlines()]
+    rows[0]["prompt"] = "a" * 40
+    (here / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = run_config(here, "out", 1, rollout=RolloutConfig(max_new_tokens=4, max_prompt_tokens=8))
+    found = Trainer.from_config(config).evaluate()
+    assert (found["echo"].num_failed, len(found["echo"].values)) == (0, len(rows) - 1)
+    assert len(found["benchmark"].values) == len(rows)
+    told = "its held-out prompts of more than 8 tokens"
+    assert f"task benchmark: {told} lose their beginning: 1 of 12." in caplog.text
+    assert f"task echo: {told} are left out: 1 of 12." in caplog.text
+    events = train(config).events
+    assert {event.task for event in events if told in event.reason} == {"benchmark", "echo"}
