@@ -187,7 +187,7 @@ class PooledStream(PromptStream):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return ``pool/<i>/share`` of the last step's judged draws, ``pool/<i>/pass_rate`` where known."""
+        """Return ``pool/<i>/share`` of the judged draws last observed, ``pool/<i>/pass_rate`` where known."""
         total = max(1, self._step_draws.total())
         numbers: dict[str, float] = {}
         for name, estimate in self._estimates.items():
@@ -247,10 +247,8 @@ class PooledStream(PromptStream):
                 "pending": {str(draw): list(where) for draw, where in self._pending.items()},
                 "missed": {str(draw): since for draw, since in self._missed.items()},
                 "reported": dict(self._reported),
-                "step_draws": dict(self._step_draws),
                 "served": {name: asdict(e) for name, e in self._served.items()},
                 "served_scale": asdict(self._served_scale),
-                "step_served": dict(self._step_served),
                 "last_draw": {str(index): draw for index, draw in self._last_draw.items()},
                 "unjudged": sorted(self._unjudged),
                 "unserved": sorted(self._unserved),
@@ -322,11 +320,9 @@ class PooledStream(PromptStream):
         self._pending = {int(draw): (where[0], where[1]) for draw, where in saved["pending"].items()}
         self._missed = {int(draw): since for draw, since in saved["missed"].items()}
         self._reported = dict(saved["reported"])
-        self._step_draws = Counter(saved["step_draws"])
         self._last_draw = {int(index): draw for index, draw in saved["last_draw"].items()}
         self._served = {name: PoolEstimate(**e) for name, e in saved["served"].items()}
         self._served_scale = RewardRange(**saved["served_scale"])
-        self._step_served = Counter(saved["step_served"])
         self._unjudged, self._unserved = set(saved["unjudged"]), set(saved["unserved"])
 
 

@@ -215,7 +215,7 @@ def collect_stats(
         for source in sources:
             metrics.update(source.get(name, {}))
         stream = tasks[name].stream
-        metrics.update(stream.metrics() if stream is not None else {})
+        metrics.update(stream.metrics() if stream is not None and own else {})
         metrics.update(
             weight=weight,
             share_requested=report.quotas.get(name, 0) / max(1, num_asked),

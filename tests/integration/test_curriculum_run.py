@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from multitask_rl.config.run import EvalConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.trainer import Trainer
 from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
@@ -56,6 +56,17 @@ def test_resumed_run_is_the_uninterrupted_one(tmp_path, text) -> None:
     assert len(shares) == 4
     assert undocumented(directory / "whole") == set()
     assert all(sum(found.values()) == pytest.approx(1.0) for found in shares)
+
+
+def test_a_step_without_a_group_of_the_task_has_no_number_of_its_pools(tmp_path) -> None:
+    directory = start(tmp_path / "a", "{by: reference}")
+    batch = BatchConfig(prompts_per_step=1, group_size=4, refill_rounds=0)
+    train(run_config(directory, "run", 2, eval=FEW, batch=batch))
+    rows = [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "train/loss" in row]
+    drawn = [row["task/copy/share_sampled"] > 0 for row in steps]
+    assert sorted(drawn) == [False, True]
+    assert [any("/pool/" in name for name in row) for row in steps] == drawn
 
 
 def test_a_curriculum_that_cannot_be_is_refused_before_the_model_loads(tmp_path) -> None:

@@ -832,7 +832,7 @@ class Run:
                 if judged:
                     pools.observe(judged, {g[1]: x for g, x in shown.items()}, self.step_number)
                     even += pools.shift()
-                own |= pools.metrics()
+                    own |= pools.metrics()
             seen[task.name] = Seen(
                 n,
                 spread,
