@@ -377,9 +377,10 @@ class ExperienceSource:
                 )
         if self._config.rollout.max_staleness > 0:
             ages: dict[str, list[int]] = {}
-            for one in experience.kept:
-                age = self._actor.policy_version - one.rollout.policy_version
-                ages.setdefault(one.rollout.task, []).append(age)
+            for rollout in (one.rollout for one in experience.kept):
+                if rollout.prompt.given_ids is None:
+                    age = self._actor.policy_version - rollout.policy_version
+                    ages.setdefault(rollout.task, []).append(age)
             for name, found in ages.items():
                 experience.metrics.setdefault(name, {})["staleness"] = sum(found) / len(found)
 

@@ -111,6 +111,15 @@ def test_more_staleness_means_more_rollouts_ahead(tmp_path):
     }
 
 
+def test_given_answers_have_no_staleness(tmp_path):
+    given = "  given: {type: sft, dataset: copy.jsonl, answer: '{reference}', prompt: '{prompt}'}\n"
+    write_run(tmp_path, ONE_TASK + given)
+    train(run_config(tmp_path, "out", 2, **OVERLAP))
+    steps = [row for row in records(tmp_path / "out", "metrics.jsonl") if "train/loss" in row]
+    assert [row["task/copy/staleness"] for row in steps] == [0.0, 1.0]
+    assert not any("task/given/staleness" in row for row in steps)
+
+
 def test_a_failure_draws_again_what_was_in_flight(tmp_path):
     write_run(tmp_path, ONE_TASK)
     batch = BatchConfig(prompts_per_step=4, group_size=4, refill_rounds=0)
