@@ -42,7 +42,7 @@ class LoraConfig(Settings):
     alpha: Positive = 32.0
     """Scale of the adapters: their update is multiplied by alpha / rank."""
     dropout: Annotated[float, Range("[0, 1)")] = 0.0
-    """Dropout before the adapters."""
+    """Dropout before the adapters in an update. Sampling has none, so the metric ``mismatch`` is above 0."""
     target_modules: str = "all-linear"
     """Modules that get adapters: ``all-linear`` or a comma-separated list of names."""
 
