@@ -537,8 +537,14 @@ class TaskEvaluation:
 def rename_tasks(
     by_task: Mapping[str, T], renamed: Mapping[str, str] | None, known: Collection[str] | None = None
 ) -> dict[str, T]:
-    """Return ``by_task`` with renamed keys (``task``, ``task/...``); only of tasks ``known`` (None = all)."""
-    found = {rename_task(key, renamed): value for key, value in by_task.items()}
+    """Return ``by_task`` with renamed keys (``task``, ``task/...``); only of tasks ``known`` (None = all).
+
+    A renamed task that takes the name of one that was removed earlier does not take its values.
+    """
+    renamed = renamed or {}
+    gone = set(renamed.values()) - renamed.keys()
+    own = {key: value for key, value in by_task.items() if key.partition("/")[0] not in gone}
+    found = {rename_task(key, renamed): value for key, value in own.items()}
     return {key: value for key, value in found.items() if known is None or key in known}
 
 

@@ -979,6 +979,19 @@ def test_resume_survives_added_removed_and_renamed_tasks() -> None:
     assert decision.task == "z"
 
 
+def test_a_task_that_takes_the_name_of_a_removed_one_does_not_take_its_values() -> None:
+    both, alone, renamed = _guard("ba"), _guard("b"), _guard("a")
+    for step in range(5):
+        both.observe(step, _constant({"b": 0.5, "a": 0.9}, step))
+    alone.load_state_dict(both.state_dict())
+    for step in range(5, 10):
+        alone.observe(step, _constant({"b": 0.5}, step))
+    renamed.load_state_dict(alone.state_dict(), renamed={"b": "a"})
+    assert renamed.observe(10, _constant({"a": 0.2}, 10)).action is GuardAction.rollback
+    good = [CheckpointInfo(step=step, judged_good=True) for step in range(10)]
+    assert renamed.rollback_target(good) == good[8], "its values up to step 8 are as good as any before"
+
+
 def test_unknown_task_and_bad_settings_are_errors() -> None:
     with pytest.raises(ConfigError, match=r"'maths'.*did you mean 'math'"):
         SafetyGuard(monitor_metrics=["maths"]).bind({"math": True})
