@@ -238,11 +238,13 @@ def _answer_to(row: Mapping[str, Any]) -> str:
 
 
 def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
-    """Score and judge one answer to each row; return a warning per task to which no reward applies."""
-    rollouts = []
-    for name in specs:
-        if name in first:
-            rollouts.append(make_rollout(_answer_to(first[name]), task=name, row=first[name]))
+    """Score and judge two answers to each row; return a warning per task to which no reward applies.
+
+    Two, because a batch function that gives one result for any batch does not show with one.
+    """
+    tried = [(name, first[name]) for name in specs if name in first]
+    rollouts = [make_rollout(_answer_to(row), task=name, row=row) for name, row in tried]
+    rollouts += [make_rollout("no", task=name, row=row) for name, row in tried]
     scoring = ScoringConfig(num_workers=1, retries=0, max_failure_rate=1.0)
     with RewardPool(specs, scoring, seed=0, devices={}) as pool:
         found: list[tuple[str, Mapping[str, object]]]
@@ -257,7 +259,8 @@ def _score_a_row(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> lis
                     f"({result.kind.value}: {result.message}); --quick validates without calling it"
                 )
     # the answer to a world's prompt is no episode, which the world would have scored
-    unscored = [s for s in scored if s.failure is not None and not specs[s.rollout.task].environment]
+    of_first = scored[: len(tried)]
+    unscored = [s for s in of_first if s.failure is not None and not specs[s.rollout.task].environment]
     return [
         f"{specs[s.rollout.task].where}: none of its rewards applies to the first row: "
         f"{', '.join(s.breakdown)} returned None for the answer {_answer_to(s.rollout.row)!r}. Such a "

@@ -180,6 +180,14 @@ def test_validate_warns_of_rewards_that_return_nothing_for_the_first_row(
         assert told.count("none of its rewards applies to the first row: forgets returned None") == number
 
 
+def test_validate_finds_a_batch_function_that_gives_one_result_for_any_batch(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "one.py").write_text("def mean(responses): return [sum(map(len, responses)) / len(responses)]\n")
+    assert main(["tasks", "validate", "tasks.yaml", "tasks.math.rewards=[one.py:mean]"]) == 2
+    assert "'mean' fails on the first row (grader: returned 1 results for 2" in capsys.readouterr().err
+
+
 def test_validate_tells_the_mistakes_of_all_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = ["tasks.math.rewards=['grade.py:absent']", "tasks.words.rewards=['trl:grade.py:absent_too']"]
     assert main(["tasks", "validate", "tasks.yaml", *wrong]) == 2
