@@ -214,7 +214,7 @@ class TaskMetrics:
         self._algorithm = algorithm
         self._traits: Mapping[str, PluginTraits] = {}
         self._rejected: dict[str, float] = {}
-        self._num_earned, self._best = 0, -math.inf
+        self._num_earned, self._num_unscored, self._best = 0, 0, -math.inf
         self._told: set[str] = set()
 
     def declare(self, traits: Mapping[str, PluginTraits]) -> None:
@@ -428,30 +428,38 @@ class TaskMetrics:
     def unearned(self, scored: Sequence[Scored]) -> list[str]:
         """Return warnings, each once, about settings that reward an unscored response above all scored ones.
 
-        A response is unscored if it is rejected and trained on, or if it exceeds a reward's limits.
+        A response is unscored if it is rejected and trained on, if it exceeds a reward's limits, or if its
+        environment has given nothing. A setting that every response gets, none being scored, is told too.
         """
         task = f"tasks.{self._spec.name}"
         paid: dict[str, float] = {}
         weighted = [r.name for r in self._spec.rewards if r.weight]
+        is_world = all(r.plugin == "environment" for r in self._spec.rewards if r.weight)
         for s in scored:
             results = [(name, s.breakdown.get(name)) for name in weighted]
-            overruns = [n for n, r in results if isinstance(r, Score) and OVERRUN in r.components]
+            keys = [f"{n}.overrun" for n, r in results if isinstance(r, Score) and OVERRUN in r.components]
+            if is_world and s.rollout.turns and s.rollout.earned is None:
+                keys += [f"{name}.config.unfinished" for name in weighted]
             if s.rollout.rejected and self._algorithm.trains_rejected:
                 paid[f"{task}.algorithm_config.rejected_reward"] = self._algorithm.outcome(s)
-            elif s.reward is not None and overruns:
-                paid |= {f"{task}.rewards.{name}.overrun": s.reward for name in overruns}
+            elif s.reward is not None and keys:
+                self._num_unscored += 1
+                paid |= {f"{task}.rewards.{key}": s.reward for key in keys}
             elif s.reward is not None:
                 self._num_earned += 1
                 self._best = max(self._best, s.reward)
-        if self._num_earned < ENOUGH_EARNED:
+        if (self._num_earned or self._num_unscored) < ENOUGH_EARNED:
             return []
         told = {k: v for k, v in paid.items() if v > self._best and k not in self._told}
         self._told |= set(told)
-        return [
-            f"{setting}: a response without a score gets {value:g}, the best of {self._num_earned} scored "
-            f"responses has {self._best:g}. Training moves towards what cannot be scored; set a lower value"
-            for setting, value in told.items()
-        ]
+        rest = (
+            f"the best of {self._num_earned} scored responses has {self._best:g}. Training moves towards "
+            "what cannot be scored; set a lower value"
+            if self._num_earned
+            else f"and none of {self._num_unscored} responses has one: training learns nothing. Either its "
+            "plugin gives none, or limits end every response before"
+        )
+        return [f"{key}: a response without a score gets {value:g}, {rest}" for key, value in told.items()]
 
     def state_dict(self) -> dict[str, float]:
         """Return the rejected values fixed so far, by metric."""
@@ -464,11 +472,17 @@ class TaskMetrics:
     def earned_dict(self) -> dict[str, Any]:
         """Return what ``unearned`` has seen and told, JSON-able."""
         best = self._best if self._num_earned else None
-        return {"number": self._num_earned, "best": best, "told": sorted(self._told)}
+        return {
+            "number": self._num_earned,
+            "unscored": self._num_unscored,
+            "best": best,
+            "told": sorted(self._told),
+        }
 
     def load_earned_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``earned_dict``; warnings given since are not repeated. Empty = before the first step."""
         self._num_earned, best = state.get("number", 0), state.get("best")
+        self._num_unscored = state.get("unscored", 0)
         self._best = -math.inf if best is None else best
         self._told |= set(state.get("told", ()))
 

@@ -366,3 +366,27 @@ def test_equal_values_have_exactly_their_mean_and_no_error():
     found = summarise([0.1, 0.1, 0.1])
     assert (found.mean, found.error) == (0.1, 0.0)
     assert summarise([0.1, 0.1, 0.1], ["a"] * 3, keep=["a"]).values == [0.1]
+
+
+def episode(draw, reward, earned):
+    record = answer(draw, reward)
+    return replace(record, rollout=replace(record.rollout, turns=[Turn(num_tokens=1)], earned=earned))
+
+
+def test_an_environment_that_gives_nothing_is_told_and_so_is_a_better_end_than_its_rewards():
+    world = task(environment="worlds.py:W")
+    world.rewards = [RewardSpec(plugin="environment", name="environment")]
+    cut = [episode(i, 0.0, None) for i in range(64)]
+    own = TaskMetrics(world, GRPO(GRPOConfig()))
+    assert own.unearned(cut[:40]) == []
+    resumed = TaskMetrics(world, GRPO(GRPOConfig()))
+    resumed.load_earned_dict(json.loads(json.dumps(own.earned_dict())))
+    (told,) = resumed.unearned(cut[40:])
+    assert "rewards.environment.config.unfinished: " in told
+    assert "none of 64 responses has one" in told
+    assert resumed.unearned(cut) == []
+    lost = [episode(i, -1.0, -1.0) for i in range(64)]
+    (told,) = TaskMetrics(world, GRPO(GRPOConfig())).unearned([*lost, cut[0]])
+    assert "gets 0, the best of 64 scored responses has -1" in told
+    won = [episode(i, 0.0, 0.0) for i in range(64)]
+    assert TaskMetrics(world, GRPO(GRPOConfig())).unearned([*won, cut[0]]) == []
