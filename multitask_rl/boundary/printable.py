@@ -115,6 +115,15 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return number and noun, the noun in the plural unless the number is 1.
+
+    >>> counted(1, "task"), counted(2, "row")
+    ('1 task', '2 rows')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def aligned(rows: Sequence[Sequence[str]], *, num_text: int = 1) -> list[str]:
     """Return one line per row, columns aligned: the first ``num_text`` to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

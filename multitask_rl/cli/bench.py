@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.cli.train import compose_and_run
 from multitask_rl.config.run import RunConfig, TrackingConfig
 from multitask_rl.errors import ConfigError, check_output_file
@@ -110,8 +111,9 @@ def _stages(rows: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
 
 def _table(numbers: Mapping[str, Any]) -> str:
     lines = [
-        f"{numbers['steps']} steps, {numbers['engine']} on {numbers['device']}: {numbers['step_s']:.3g} s a "
-        f"step, {numbers['samples_per_s']:.4g} responses/s, {numbers['tokens_per_s']:.4g} tokens/s",
+        f"{counted(numbers['steps'], 'step')}, {numbers['engine']} on {numbers['device']}: "
+        f"{numbers['step_s']:.3g} s a step, {numbers['samples_per_s']:.4g} responses/s, "
+        f"{numbers['tokens_per_s']:.4g} tokens/s",
         f"sampling {numbers['sampling_tokens_per_s']:.4g} tokens/s, training "
         f"{numbers['training_tokens_per_s']:.4g} tokens/s (of responses)",
         f"{'stage':<14} {'s/step':>8} {'busy':>6} {'waited for':>10}",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from multitask_rl.boundary.printable import duration
+from multitask_rl.boundary.printable import counted, duration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.run import estimate
@@ -55,6 +55,7 @@ def foretell(config: RunConfig) -> bool:
     stages = ", ".join(f"{name} {duration(value)}" for name, value in seconds.items())
     print(
         f"time:   {duration(step)} a step ({stages}), {duration(step * config.max_steps)} for "
-        f"{config.max_steps} steps, beside rewards and evaluations; `multitask-rl bench` makes real steps"
+        f"{counted(config.max_steps, 'step')}, beside rewards and evaluations; `multitask-rl bench` makes "
+        "real steps"
     )
     return has_memory and disk["total"] <= estimate.free_bytes(Path(config.output_dir))

@@ -18,7 +18,7 @@ from typing import Any
 
 from scipy.stats import rankdata
 
-from multitask_rl.boundary.printable import aligned, one_line, printable, redacted_keys
+from multitask_rl.boundary.printable import aligned, counted, one_line, printable, redacted_keys
 from multitask_rl.config.run import RECORD, ScoringConfig, as_given
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
@@ -134,7 +134,7 @@ def main(arguments: list[str]) -> int:
             shown.add(name)
             print(one_line(f"first failure of {name}: {result.kind.name}: {result.message}"))
     if len(kept) < len(lines):
-        print(f"{len(lines) - len(kept)} rollouts of other tasks were left out")
+        print(f"left out: {counted(len(lines) - len(kept), 'rollout')} of other tasks")
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from multitask_rl.boundary.printable import aligned, one_line, printable
+from multitask_rl.boundary.printable import aligned, counted, one_line, printable
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -168,8 +168,10 @@ def _check(
         warnings.append(f"{where}: {misleads}")
     num_prompts = min(len(held_out), EvalConfig().num_prompts)
     warnings += [f"{where}: {text}" for text in constraint_warnings(spec, traits, num_prompts)]
-    number = "streamed" if isinstance(train, StreamedRows) else len(train)
-    return f"{spec.type}; {number} training rows, {len(held_out)} held-out rows"
+    rows = (
+        "streamed training rows" if isinstance(train, StreamedRows) else counted(len(train), "training row")
+    )
+    return f"{spec.type}; {rows}, {counted(len(held_out), 'held-out row')}"
 
 
 def _is_cached(model: str) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from multitask_rl.boundary.channel import Channel
+from multitask_rl.boundary.printable import counted
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.base import Message, Opening, StepResult
 from multitask_rl.environments.worker import BUILT, CLOSED, Ended
@@ -368,7 +369,8 @@ class WorldPool:
             self._limit = 1
         if worker.is_retired:
             reason = "was killed because another call in it hangs"
-        shared = f" with those of {len(worker.tickets) - 1} other episodes" if len(worker.tickets) > 1 else ""
+        num_others = len(worker.tickets) - 1
+        shared = f" with those of {counted(num_others, 'other episode')}" if num_others > 0 else ""
         for ticket in list(worker.tickets):
             episode = self._episodes[ticket]
             where = self._specs[episode.task].where

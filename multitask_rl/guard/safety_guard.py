@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.run import GuardConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -431,7 +432,7 @@ class SafetyGuard(Guard):
         action = self._choose(metric.key, statistics, step)
         if action is GuardAction.stop:
             times = len(self._rollbacks)
-            text = f"has regressed again after {times} rollbacks" if times else "has regressed"
+            text = f"has regressed again after {counted(times, 'rollback')}" if times else "has regressed"
             return self._build(action, metric, step, text, statistics)
         since = [self._good_until, metric.detector.good_step]
         is_alone = self._history.trained == [metric.task]

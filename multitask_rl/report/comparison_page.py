@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.records import Direction
 from multitask_rl.report.differences import are_alike
 from multitask_rl.report.samples import clipped, deflated
@@ -75,7 +76,7 @@ def render_comparison_page(
     data = {
         "name": name,
         "subtitle": ", ".join(
-            f"{number} {word}{'s' * (number != 1)}"
+            counted(number, word)
             for number, word in ((len(arms), "arm"), (num_runs, "run"), (len(tasks), "task"))
         ),
         "arms": arms,

@@ -11,6 +11,7 @@ from pathlib import Path
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.checks import FOREIGN_PREFIXES, FUNCTION_PREFIXES, check_entry_point
 from multitask_rl.config.devices import resolve_devices
 from multitask_rl.config.run import RunConfig
@@ -125,17 +126,17 @@ class RunPlan:
         """Return the tasks, prompts and updates of a step, as text."""
         batch = self.config.batch
         lines = [
-            f"{len(self.trained)} tasks trained, {len(self.specs) - len(self.trained)} evaluated only; "
-            f"{batch.prompts_per_step} prompts a step, {batch.num_epochs * batch.num_minibatches} optimizer "
-            f"update(s) a step"
+            f"{counted(len(self.trained), 'task')} trained, {len(self.specs) - len(self.trained)} evaluated "
+            f"only; {counted(batch.prompts_per_step, 'prompt')} and "
+            f"{counted(batch.num_epochs * batch.num_minibatches, 'optimizer update')} a step"
         ]
         for name, spec in self.specs.items():
             train, held_out = self.rows[name]
             size = spec.group_size or batch.group_size
-            number = "streamed" if isinstance(train, StreamedRows) else len(train)
-            drawn = "a given answer each" if spec.kind == "sft" else f"{size} rollouts a prompt"
-            use = "evaluated only" if spec.evaluation_only else f"{number} rows, {drawn}"
-            lines.append(f"  {name}: {spec.type}, {use}, {len(held_out)} held-out rows")
+            rows = "streamed rows" if isinstance(train, StreamedRows) else counted(len(train), "row")
+            drawn = "a given answer each" if spec.kind == "sft" else f"{counted(size, 'rollout')} a prompt"
+            use = "evaluated only" if spec.evaluation_only else f"{rows}, {drawn}"
+            lines.append(f"  {name}: {spec.type}, {use}, {counted(len(held_out), 'held-out row')}")
         return "\n".join(lines)
 
 

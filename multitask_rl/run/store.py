@@ -23,7 +23,7 @@ except ImportError:
     from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
     from yaml import SafeLoader as _Loader  # type: ignore[assignment]
 
-from multitask_rl.boundary.printable import redact
+from multitask_rl.boundary.printable import counted, redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
@@ -426,8 +426,8 @@ class RunStore:
         """
         if self.resumed_at is not None and self.resumed_at >= config.max_steps:
             said = (
-                f"the run in {self._output_dir} already made its {self.resumed_at} steps; raise max_steps to "
-                "go on, or choose another output_dir for a new run"
+                f"the run in {self._output_dir} already made its {counted(self.resumed_at, 'step')}; raise "
+                "max_steps to go on, or choose another output_dir for a new run"
             )
             if self.events:
                 raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")

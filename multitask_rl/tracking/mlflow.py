@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock
 
-from multitask_rl.boundary.printable import redact_text
+from multitask_rl.boundary.printable import counted, redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, require_extra
 from multitask_rl.records import DatasetRecord, Event, Scored
@@ -157,7 +157,7 @@ def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
     lines = [f"- **{name}**: {task.get('type')}, {task.get('dataset')}" for name, task in tasks.items()]
     tags[_NOTE] = "\n".join(
         [
-            f"{model} on {len(tasks)} tasks, in `{directory}`.",
+            f"{model} on {counted(len(tasks), 'task')}, in `{directory}`.",
             "",
             *lines,
             "",

@@ -406,7 +406,7 @@ MISTAKES = {
     "a finished run with other settings": (
         [*TRAIN, "output_dir=done", "optimizer.learning_rate=0.5"],
         task(),
-        ["already made its 1 steps", "raise max_steps"],
+        ["already made its 1 step;", "raise max_steps"],
     ),
     "a report of no run": (
         ["report", "nowhere"],

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from multitask_rl.config.run import EvalConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig, LoraConfig, ModelConfig, RolloutConfig, RunConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
@@ -200,3 +200,14 @@ def test_sampling_in_bfloat16_from_float16_weights_is_refused_by_its_name(tmp_pa
     )
     with pytest.raises(ConfigError, match=r"^rollout\.engine_config\.weights=bfloat16 .*float16"):
         plan_run(config)
+
+
+def test_a_plan_of_one_task_speaks_of_one(tmp_path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
+    tasks = {"one": {"dataset": str(tmp_path / "rows.jsonl"), "rewards": ["length"], "type": "ppo"}}
+    batch = BatchConfig(prompts_per_step=1, group_size=1)
+    described = plan_run(RunConfig(tasks=tasks, output_dir=str(tmp_path / "out"), batch=batch)).describe()
+    assert described.splitlines() == [
+        "1 task trained, 0 evaluated only; 1 prompt and 1 optimizer update a step",
+        "  one: ppo, 1 row, 1 rollout a prompt, 1 held-out row",
+    ]
