@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig
-from multitask_rl.errors import ConfigError
+from multitask_rl.errors import CheckpointError, ConfigError
 from multitask_rl.models.actor import DTYPES, Actor, learning, load_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
@@ -119,7 +119,14 @@ class Critic(nn.Module):
         return dict(kept.values())
 
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
-        """Restore ``tensors``; ``renamed``: task, old -> new. Heads that they lack begin anew."""
+        """Restore ``tensors``; ``renamed``: task, old -> new.
+
+        Heads that they lack begin anew. A head of a task that is gone is left out, and so is a trunk that no
+        task needs.
+
+        Raises:
+            CheckpointError: the trunk in them is of another model.
+        """
         own = self.state_dict()
         with torch.no_grad():
             self.heads.apply(_begin_anew)
@@ -127,6 +134,8 @@ class Critic(nn.Module):
                 target = rename_head(name, renamed or {})
                 if target in own:
                     own[target].copy_(value)
+                elif self.trunk is not None and name.startswith("trunk."):
+                    raise CheckpointError(f"the critic in the checkpoint belongs to another model: {name!r}")
 
 
 def _begin_anew(module: nn.Module) -> None:

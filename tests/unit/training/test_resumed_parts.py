@@ -226,6 +226,20 @@ def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
     assert torch.equal(renamed.values("other", hidden), critic.values("other", hidden))
 
 
+def test_a_trunk_of_another_model_in_a_checkpoint_is_refused_and_a_head_of_a_removed_task_is_not() -> None:
+    def build(*tasks: str) -> Critic:
+        critic = Critic("separate")
+        critic.build(build_actor(), tasks)
+        return critic
+
+    tensors = build("kept", "removed").tensors()
+    build("kept").load_tensors(tensors)
+    build().load_tensors(tensors)  # no task needs a critic
+    other = {name.replace("trunk.model.", "trunk.transformer."): value for name, value in tensors.items()}
+    with pytest.raises(CheckpointError, match=r"belongs to another model: 'trunk\.transformer\."):
+        build("kept").load_tensors(other)
+
+
 @pytest.mark.parametrize("spare", [-1, 0, 2, 9])
 @pytest.mark.parametrize("tied", [True, False])
 def test_control_tokens_start_as_the_mean_of_the_known_ones_whatever_rows_the_model_has(spare, tied) -> None:
