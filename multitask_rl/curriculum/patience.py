@@ -24,7 +24,7 @@ class Patience(SchedulerPolicy):
         patience: Count = 50
         """Steps without improvement that make a plateau."""
         min_delta: NotNegative = 0.01
-        """Rise of the smoothed level above its best that counts as improvement."""
+        """The smoothed level improves if it is more than this above its best. 0: by any rise."""
         factor: Annotated[float, Range("(0, 1)")] = 0.7
         """A plateau at the target multiplies the weight by this; a plateau below the target divides it."""
         max_change: Annotated[float, Range("(1, inf)")] = 10.0
