@@ -33,7 +33,8 @@ class SafetyGuardConfig(Settings):
     below this."""
     cooldown_steps: Natural = 100
     """Steps after a rollback in which evidence does not add up over evaluations: only one that alone exceeds
-    the limit raises an alarm. Doubled by each further rollback in the window."""
+    the limit raises an alarm; if there were no weights to go back to, none does. Doubled by each further
+    rollback in the window."""
     rollback_window: Count = 1000
     """Steps over which ``max_rollbacks`` are counted."""
     confirm: bool = True
