@@ -93,9 +93,15 @@ def check_positions(model: Any) -> None:
 
 
 def context_length(config: Any) -> int:
-    """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no known limit."""
+    """Return the longest sequence that the positions of ``config`` cover, scaled; 0 = no known limit.
+
+    With ``longrope`` (Phi-3, Phi-4) this is the original length. The frequencies change where an input is
+    longer, also those of its first tokens, whose keys are in the cache; samples and updates would disagree.
+    """
     text = config.get_text_config()
     names = ("max_position_embeddings", "max_seq_len")  # the second: MPT
     length = next((int(own) for name in names if (own := getattr(text, name, None))), 0)
     rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return int(rope["original_max_position_embeddings"])
     return int(length * rope["factor"]) if rope.get("rope_type") in ("linear", "dynamic") else length

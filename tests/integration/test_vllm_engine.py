@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
@@ -76,6 +76,34 @@ def test_an_engine_that_reloads_a_model_wrongly_is_refused(tmp_path: Path) -> No
     memory = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
     with pytest.raises(EngineError, match=r"after vLLM reloads .* differ by .*rollout\.engine=hf"):
         VLLMEngine.build(actor, RolloutConfig(engine_config=memory), seed=0, output_dir=tmp_path)
+
+
+def test_a_model_with_longrope_has_the_positions_that_the_trainer_computes(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 16, "long_factor": [float(i) for i in range(1, 17)]}
+    config = Phi3Config(
+        vocab_size=len(small_tokenizer()),
+        **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "initializer_range": 0.15, "eos_token_id": EOS, "pad_token_id": 0},
+        **{"max_position_embeddings": 256, "original_max_position_embeddings": 48, "sliding_window": None},
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": 48,
+            **factors,
+        },
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        actor = Actor(Phi3ForCausalLM(config).eval(), small_tokenizer(), ModelConfig())
+    keys = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
+    longer = RolloutConfig(engine_config={**keys, "max_model_len": 49})
+    with pytest.raises(ConfigError, match=r"max_model_len=49: above 48 tokens .* leave the key out"):
+        VLLMEngine.build(actor, longer, seed=0, output_dir=tmp_path)
+    own = VLLMEngine.build(actor, RolloutConfig(engine_config=keys), seed=0, output_dir=tmp_path)
+    try:
+        assert distance(own, actor.model, range(3, 43)) < 1e-4
+    finally:
+        own.close()
 
 
 def test_vllm_engine_keeps_the_contract(engine: VLLMEngine, tied: Any) -> None:

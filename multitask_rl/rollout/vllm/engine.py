@@ -139,8 +139,19 @@ class VLLMEngine(RolloutEngine):
                 "longest sequence so far, so samples would come from another policy; take ntk or yarn, or "
                 "rollout.engine=hf"
             )
+        keys = dict(config.engine_config)
+        if (
+            rope.get("rope_type") == "longrope"
+        ):  # above this length vLLM takes the long factors for all lengths
+            keys["max_model_len"] = keys.get("max_model_len") or actor.max_length
+            if keys["max_model_len"] > actor.max_length:
+                raise ConfigError(
+                    f"rollout.engine_config.max_model_len={keys['max_model_len']}: above "
+                    f"{actor.max_length} tokens vLLM gives a model with longrope other positions than the "
+                    "trainer; leave the key out"
+                )
         directory = actor.save_for_engine(output_dir / "vllm_start")
-        engine = cls(directory, config=config.engine_config, seed=seed, eos_token_ids=actor.eos_token_ids)
+        engine = cls(directory, config=keys, seed=seed, eos_token_ids=actor.eos_token_ids)
         try:
             began = engine._loader.probe()
             try:

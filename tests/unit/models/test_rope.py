@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, Qwen2Config, Qwen2ForCausalLM
+from transformers import GPT2Config, Phi3Config, Qwen2Config, Qwen2ForCausalLM
 
 from model_builders import build_tokenizer
 from multitask_rl.config.run import ModelConfig
@@ -93,6 +93,17 @@ def test_dynamic_scaling_changes_nothing_within_the_trained_length() -> None:
     assert torch.equal(plain(input_ids=short).logits, scaled(input_ids=short).logits)
     assert not torch.allclose(plain(input_ids=IDS).logits, scaled(input_ids=IDS).logits, atol=1e-3)
     assert context_length(scaled.config) == 2 * TRAINED
+
+
+def test_longrope_covers_the_length_in_which_its_frequencies_stay() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [float(i) for i in range(1, 9)]}
+    rope = {"rope_type": "longrope", "rope_theta": THETA, **factors}
+    config = Phi3Config(
+        **{"vocab_size": 40, "hidden_size": 32, "num_attention_heads": 2, "pad_token_id": 0},
+        **{"max_position_embeddings": 256, "original_max_position_embeddings": 48},
+        rope_parameters={**rope, "original_max_position_embeddings": 48},
+    )
+    assert context_length(config) == 48
 
 
 def test_further_keys_go_to_the_model_and_the_base_stays() -> None:
