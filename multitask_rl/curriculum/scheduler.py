@@ -408,10 +408,15 @@ class UnlearnableGate:
     - A task at 90 % of its target or more is solved: it is never held, and released if it is.
 
     If all tasks are held, the shares are the prior. A policy that is not adaptive keeps its shares.
+
+    A task whose rewards were one number in 200 such steps, all below 90 % of its target, is told where its
+    groups have a gradient by something else. It is not held.
     """
 
     def __init__(self, tasks: Sequence[str]) -> None:
         self._dead_steps = dict.fromkeys(tasks, 0)
+        self._same: dict[str, tuple[float, int]] = {}
+        """The one number that all rewards of a task were in its last steps, and how many steps."""
         self.held: set[str] = set()
         """Tasks held at their floor."""
         self.probe_share = min(_MIN_INFORMATIVE, 0.4 / len(tasks))
@@ -425,6 +430,13 @@ class UnlearnableGate:
                 continue
             informative, level = policy.traces[task].informative, policy.traces[task].level
             is_learnt = level >= _LEARNT * policy.targets[task]
+            if self._count_same(stats[task], is_learnt=is_learnt) == _STEPS:
+                reason = (
+                    f"every reward of {task} has been {self._same[task][0]:g} for {_STEPS} steps, at level "
+                    f"{level:.2f}: the task learns nothing from it, only from its constraints, critic or "
+                    "teacher. Check its reward, or make the task easier."
+                )
+                events.append(_event("warn", reason, task, {"level": level}))
             is_dead = informative < _MIN_INFORMATIVE and not is_learnt
             self._dead_steps[task] = self._dead_steps[task] + 1 if is_dead else 0
             if task not in self.held and self._dead_steps[task] >= _STEPS:
@@ -448,15 +460,27 @@ class UnlearnableGate:
             )
         return events
 
+    def _count_same(self, stats: TaskStats, *, is_learnt: bool) -> int:
+        """Return in how many steps in a row all rewards were one number; 0 for a step that does not count."""
+        if not stats.lowest or not stats.num_informative:
+            return 0
+        value, steps = self._same.get(stats.task, (stats.lowest[0], 0))
+        is_same = stats.lowest[0] == stats.highest[0] == value and not is_learnt
+        self._same[stats.task] = (value, steps + 1) if is_same else (stats.highest[0], 0)
+        return self._same[stats.task][1]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, JSON-able."""
-        return {"dead_steps": dict(self._dead_steps), "held": sorted(self.held)}
+        same = {task: list(own) for task, own in self._same.items()}
+        return {"dead_steps": dict(self._dead_steps), "held": sorted(self.held), "same": same}
 
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None) -> None:
         """Restore ``state_dict``; unknown tasks are dropped, missing ones start fresh."""
         self._dead_steps = dict.fromkeys(self._dead_steps, 0)
         self._dead_steps |= rename_tasks(state["dead_steps"], renamed, self._dead_steps)
         self.held = set(rename_tasks(dict.fromkeys(state["held"]), renamed, self._dead_steps))
+        same = rename_tasks(state.get("same", {}), renamed, self._dead_steps)
+        self._same = {task: (value, steps) for task, (value, steps) in same.items()}
 
 
 def _listed(shares: Mapping[str, float]) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,26 @@ def test_solved_task_without_variance_is_not_called_unlearnable() -> None:
     for step in range(400):
         events += scheduler.update({"a": _stats("a", 0.5), "b": _stats("b", 0.97, informative=0.0)}, step)
     assert not [e for e in events if e.kind == "alarm"]
+
+
+def test_a_task_whose_rewards_are_always_one_number_is_told_where_its_costs_still_differ() -> None:
+    """Costs make its groups informative, so it does not look unlearnable: only the reward is useless."""
+    scheduler, told = _bound("abcd", min_weight=0.1), list[Event]()
+    for step in range(420):
+        if step == 150:  # what was counted survives a resume
+            resumed = _bound("abcd", min_weight=0.1)
+            resumed.load_state_dict(json.loads(json.dumps(scheduler.state_dict())))
+            scheduler = resumed
+        level = {"a": 0.5, "b": 0.0, "c": 1.0, "d": 0.3}
+        stats = {task: replace(_stats(task, m), lowest=[m] * 3, highest=[m] * 3) for task, m in level.items()}
+        stats["a"] = replace(stats["a"], lowest=[0.0], highest=[1.0])
+        if step % 150 == 0:
+            stats["d"] = replace(stats["d"], highest=[0.4])
+        told += [e for e in scheduler.update(stats, step) if e.kind in ("warn", "alarm")]
+    (warning,) = told
+    assert (warning.task, warning.step) == ("b", 199), "c has reached its target, a and d differ"
+    assert "every reward of b has been 0 for 200 steps" in warning.reason
+    assert scheduler.metrics()["task/b/held"] == 0.0, "its constraints go on to learn"
 
 
 def test_guard_factors_scale_freeze_and_come_off() -> None:
