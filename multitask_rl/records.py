@@ -216,7 +216,8 @@ class Rollout:
     """Decoded text without special tokens and stop strings."""
     finish_reason: str = "stop"
     """``stop`` (end token or stop string), ``length``, ``flagged`` (ended by a streaming constraint, or a
-    partial response that such a constraint judges) or ``error``. An episode that a limit cut: ``length``."""
+    partial response that such a constraint judges) or ``error``. Of an episode that of its last answer, but
+    ``length`` if a limit of the episode cut it."""
     policy_version: int = 0
     """Training steps that the weights had made when they sampled it; of an episode, its first turn."""
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -19,7 +19,8 @@ chat template (``name``, ``tool_call_id``)."""
 
 Earned = float | Mapping[str, float] | None
 """What an episode earned: a reward, rewards by name, or None = nothing was given. An episode that ends so of
-itself is unscored (never 0); one that a limit or a constraint ended has ``unfinished`` of ``environment``."""
+itself is unscored (never 0); one that a limit or a constraint ended, or whose last answer a limit cut, has
+``unfinished`` of ``environment``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,8 @@ class EnvironmentReward:
     Rewards by name are components; their sum is the value, or the one called ``key``. An episode that the
     environment left unscored (None) has no value: it counts in no mean and is not 0. An episode that a limit
     (turns, tokens, tool calls) or a constraint (``stream_every``) ended before the environment gave anything
-    has ``unfinished``: the actor ended it so, and to be unscored would be better than a low reward.
+    has ``unfinished``: the actor ended it so, and to be unscored would be better than a low reward. So has
+    one that the environment ended without a reward behind an answer that ``max_new_tokens`` cut.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(isolate=False)
