@@ -433,8 +433,8 @@ class UnlearnableGate:
             if self._count_same(stats[task], is_learnt=is_learnt) == _STEPS:
                 reason = (
                     f"every reward of {task} has been {self._same[task][0]:g} for {_STEPS} steps, at level "
-                    f"{level:.2f}: the task learns nothing from it, only from its constraints, critic or "
-                    "teacher. Check its reward, or make the task easier."
+                    f"{level:.2f}: the task learns nothing from it, only from other parts of its loss "
+                    "(costs, length, critic, teacher). Check its reward, or make the task easier."
                 )
                 events.append(_event("warn", reason, task, {"level": level}))
             is_dead = informative < _MIN_INFORMATIVE and not is_learnt
