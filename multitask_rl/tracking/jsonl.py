@@ -138,6 +138,7 @@ def scored_to_dict(scored: Scored, step: int) -> dict[str, Any]:
         **({"tokens": _tokens(scored.tokens)} if scored.tokens else {}),
         # an episode, turn by turn
         **({"turns": [asdict(t) for t in rollout.turns], "earned": rollout.earned} if rollout.turns else {}),
+        **({"token_limit": rollout.token_limit} if rollout.token_limit else {}),
         **({"world_s": rollout.world_s} if rollout.world_s else {}),
         **({"world_failures": dict(rollout.world_failures)} if rollout.world_failures else {}),
     }
@@ -168,6 +169,7 @@ def rollout_from_dict(line: Mapping[str, Any]) -> Rollout:
         sampling=SamplingParams.from_json(line["sampling"]),
         turns=[Turn(**turn) for turn in line.get("turns", ())],
         earned=line.get("earned"),
+        token_limit=line.get("token_limit", 0),
         world_s=line.get("world_s", 0.0),
         world_failures=line.get("world_failures", {}),
     )

@@ -31,6 +31,7 @@ from multitask_rl.records import (
     Score,
     Scored,
     TokenRecord,
+    Turn,
     Verdict,
 )
 from multitask_rl.testing import make_evaluation
@@ -253,6 +254,16 @@ def test_stored_rollout_can_be_rebuilt_for_scoring_again(tmp_path: Path) -> None
     tokens = line.pop("tokens")
     assert tokens == {"texts": ["4", "<eos>"], "logprobs": [-0.5, -0.1], "advantages": 0.25}
     assert rollout_from_dict(line) == expected, "a file of an earlier version"
+
+
+def test_a_stored_episode_keeps_the_limit_that_a_reward_may_compare_its_length_with(tmp_path: Path) -> None:
+    scored = _scored("math", 1)
+    scored.rollout.turns, scored.rollout.token_limit = [Turn(num_tokens=2, response="4")], 48
+    tracker = _jsonl(tmp_path)
+    tracker.log_rollouts([scored], 3)
+    tracker.finish("finished")
+    (line,) = _lines(tmp_path / "rollouts.jsonl")
+    assert rollout_from_dict(line).max_response_tokens == scored.rollout.max_response_tokens == 48
 
 
 class _Failing(JsonlTracker):
