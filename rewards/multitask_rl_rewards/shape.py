@@ -25,7 +25,10 @@ _TYPES = ["array", "boolean", "null", "number", "object", "string"]
 
 
 class Length:
-    """1 inside [minimum, maximum], falling linearly to 0 over ``slack`` outside; an empty response is 0."""
+    """1 inside [minimum, maximum], falling linearly to 0 over ``slack`` outside; an empty response is 0.
+
+    The length of an episode is that of its last answer.
+    """
 
     traits: ClassVar[PluginTraits] = PluginTraits(low=0.0, high=1.0)
     one_by_one: ClassVar[bool] = True
@@ -59,7 +62,9 @@ class Length:
 
     def _score_one(self, rollout: Rollout) -> Score:
         config, text = self.config, rollout.response
-        by_unit = {"words": len(text.split()), "chars": len(text), "tokens": len(rollout.response_ids)}
+        # of an episode, ``response_ids`` are those of all answers
+        num_tokens = rollout.turns[-1].num_tokens if rollout.turns else len(rollout.response_ids)
+        by_unit = {"words": len(text.split()), "chars": len(text), "tokens": num_tokens}
         length = by_unit[config.unit]
         outside = max(config.minimum - length, length - config.maximum, 0)
         value = 1.0 if outside == 0 else max(0.0, 1.0 - outside / (config.slack or 1))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from multitask_rl.errors import ConfigError
-from multitask_rl.records import Failure, Score
+from multitask_rl.records import Failure, Score, Turn
 from multitask_rl_rewards.shape import Format, JsonSchema, Length, Regex, Repetition
 from reward_builders import rollout
 
@@ -28,6 +28,17 @@ def test_length_in_tokens_counts_the_sampled_ids():
     sample.response_ids = [1, 2, 3]
     (result,) = Length(Length.Config(unit="tokens", minimum=3, maximum=3, slack=0)).score([sample])
     assert result == Score(value=1.0, components={"length": 3.0})
+
+
+def test_the_length_of_an_episode_is_that_of_its_last_answer_in_any_unit():
+    episode = rollout("done")
+    episode.response_ids = [1, 2, 3, 4, 5, 6]
+    episode.turns = [Turn(num_tokens=4, response="a b c d"), Turn(num_tokens=2, response="done")]
+    lengths = {}
+    for unit in ("words", "chars", "tokens"):
+        (result,) = Length(Length.Config(unit=unit)).score([episode])
+        lengths[unit] = result.components["length"]
+    assert lengths == {"words": 1.0, "chars": 4.0, "tokens": 2.0}
 
 
 def test_repetition_is_the_share_of_new_n_grams():
