@@ -12,7 +12,7 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.grammar import GRAMMAR_KEYS, check_grammar
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import suggest
-from multitask_rl.config.task import PASS_RATE, ConstraintSpec, TaskSpec
+from multitask_rl.config.task import ConstraintSpec, TaskSpec
 from multitask_rl.errors import ConfigError, path_errors, require_extra
 from multitask_rl.plugins import PLUGIN_FORMS, declared_elsewhere, is_importable, list_plugins
 
@@ -196,15 +196,11 @@ def check_task(spec: TaskSpec, where: Where) -> None:
         )
     if spec.kind == "sft" and (spec.group_size or 1) > 1:
         raise ConfigError(f"{where.at('group_size')}: type sft trains on one answer per row; leave it out")
-    if spec.kind == "sft" and spec.curriculum.by == PASS_RATE:
+    if spec.curriculum.by and (spec.kind == "sft" or (spec.kind == "distill" and not spec.is_scored)):
+        remedy = "" if spec.kind == "sft" else ", or give the task rewards"
         raise ConfigError(
-            f"{where.at('curriculum', 'by')}: type sft samples nothing that has a pass rate; name a column "
-            "of the rows, or leave curriculum out"
-        )
-    if spec.kind == "distill" and spec.curriculum.by == PASS_RATE and not spec.is_scored:
-        raise ConfigError(
-            f"{where.at('curriculum', 'by')}: a task of type distill without rewards has no pass rate; give "
-            "it rewards, name a column of the rows, or leave curriculum out"
+            f"{where.at('curriculum')}: the rewards of training responses decide which pools are drawn, so "
+            f"it would have no effect on type {spec.kind}; leave it out{remedy}"
         )
     if spec.kind in _UNSCORED and spec.kl.coefficient > 0:
         raise ConfigError(

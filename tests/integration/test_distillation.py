@@ -214,7 +214,11 @@ def test_answers_are_trained_on_with_their_end_and_are_not_scored(mixed):
         ({"type": "anchor", "kl": {"coefficient": 0.1}}, "no KL term to the initial actor; leave kl out"),
         ({"type": SFT, "environment": "number_game"}, "has one turn"),
         ({"type": SFT, "group_size": 4}, "one answer per row"),
-        ({"type": SFT, "curriculum": {"by": "pass_rate"}}, "nothing that has a pass rate"),
+        *[
+            ({**keys, "curriculum": {"by": by}}, "rewards of training responses decide which pools are drawn")
+            for keys in ({"type": SFT}, {"type": DISTILL, "teacher": "x"})
+            for by in ("pass_rate", "level")
+        ],
         ({"type": SFT, "constraints": ["over_refusal"]}, "which no constraint changes"),
         (
             {"type": DISTILL, "teacher": "x", "constraints": [{"plugin": "over_refusal", "mode": "penalty"}]},
