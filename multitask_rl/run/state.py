@@ -103,12 +103,13 @@ class RunState:
         self.former_names: Mapping[str, Sequence[str]] = {}
         """Former names of tasks that earlier resumes have renamed."""
         self.unmeasured: list[str] = []
-        """Tasks that the restored checkpoint lacks, or whose primary metric it defines otherwise."""
+        """Tasks that the restored checkpoint lacks, or whose primary metric it defines otherwise. One saved
+        behind a rollback names them itself: their evaluation at its step comes later."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
             "counters": _Part(self._counters, self._load_counters),
-            "tasks": _Part(lambda: {n: task.state_dict() for n, task in tasks.items()}, self._load_tasks),
+            "tasks": _Part(self._task_states, self._load_tasks),
             "scheduler": _Part(scheduler.state_dict, load_scheduler),
             "scorer": _Part(scorer.state_dict, load_scorer),
             "guard": None if guard is None else _Part(guard.state_dict, load_guard),
@@ -190,6 +191,10 @@ class RunState:
         self.actor.policy_version = state["policy_version"]
         self._learner.bad_updates = state["bad_updates"]
 
+    def _task_states(self) -> dict[str, Any]:
+        states = {name: task.state_dict() for name, task in self._tasks.items()}
+        return {name: own | {"is_unmeasured": name in self.unmeasured} for name, own in states.items()}
+
     def _load_tasks(self, state: Mapping[str, Any], renamed: Mapping[str, str]) -> None:
         self.unmeasured = []
         former = {new: old for old, new in renamed.items()}
@@ -204,7 +209,7 @@ class RunState:
             task.load_state_dict(copy.deepcopy(self._fresh[name]))
             if known is not None:
                 task.load_state_dict(known)
-            if known is None or task.is_redefined(""):
+            if known is None or known.get("is_unmeasured") or task.is_redefined(""):
                 self.unmeasured.append(name)
         is_same = len(state) == len(self._tasks) and not gone
         self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())

@@ -997,9 +997,18 @@ def test_a_resume_measures_what_is_new_before_it_trains_on_it(tmp_path):
     assert rows()[6:] == [("copy", 6), ("copy", 8), ("digit", 8)]
 
 
-def test_a_rollback_past_a_resume_measures_the_new_task_at_its_target(tmp_path):
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_rollback_past_a_resume_measures_the_new_task_at_its_target(tmp_path, is_interrupted):
+    """So does a resume after an interruption behind the rollback, whose checkpoint has the new task."""
+
     class Back(Guard):
         is_done = False
+
+        def state_dict(self):
+            return {"is_done": self.is_done}
+
+        def load_state_dict(self, state, renamed=None):
+            self.is_done = state["is_done"]
 
         def observe(self, step, evaluations, confirm=None):
             if step == 6 and not self.is_done:
@@ -1013,7 +1022,19 @@ def test_a_rollback_past_a_resume_measures_the_new_task_at_its_target(tmp_path):
     first.train()
     (tmp_path / "tasks.yaml").write_text(COPY + DIGIT)
     second = Trainer.from_config(run_config(tmp_path, "out", 8, **SMALL))
-    second.add_guard(Back())
+    second.add_guard(guard := Back())
+
+    def stop(items):
+        if guard.is_done:
+            raise KeyboardInterrupt
+        return items
+
+    if is_interrupted:
+        second.insert_stage(Stage("stop", stop, consumes=Scored, produces=Scored), after="rewards")
+        with pytest.raises(KeyboardInterrupt):
+            second.train()
+        second = Trainer.from_config(run_config(tmp_path, "out", 8, **SMALL))
+        second.add_guard(Back())
     second.train()
     found = map(json.loads, (tmp_path / "out" / "evaluations.jsonl").read_text().splitlines())
     steps = [row["step"] for row in found if row["task"] == "digit"]
