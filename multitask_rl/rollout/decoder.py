@@ -2,7 +2,7 @@
 
 ``SharedDecoder`` reads a group's prompt once for all its rows, and computes once what many prompts begin
 with, such as a system prompt. ``PlainDecoder`` works for every causal language model: over the model's cache,
-or without one where the model has another state (Mamba, LFM2).
+or without one where that gives other logits (Mamba).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from multitask_rl.attention.float32 import FLOAT32, compiles_shapes
 from multitask_rl.attention.interface import use_attention
@@ -71,12 +71,16 @@ def prefill(
         cache: filled in place; it may hold the first columns, fewer than P.
         mask: [U, P] with 0 on the padding; None without padding.
         positions: [U, P].
-        chunk_tokens: of one forward, over all rows; a single column is always computed.
+        chunk_tokens: of one forward, over all rows; a single column is always computed, and all columns for a
+            model that ``is_recurrent``.
     """
     rows, width = ids.shape
     size = max(1, chunk_tokens // rows)
     logits = ids.new_empty(0)
-    start = int(cache.get_seq_length())
+    if is_recurrent(model):  # its layers would begin anew with each forward of several tokens
+        start, size = 0, width
+    else:
+        start = int(cache.get_seq_length())
     while start < width:
         end = min(start + size, width)
         if start:
@@ -262,7 +266,10 @@ def round_rows(rows: int) -> int:
 
 
 class PlainDecoder:
-    """Left-padded rows over ``transformers``' own cache, or computed again at every token without one."""
+    """Left-padded rows over ``transformers``' own cache, or computed again at every token without one.
+
+    Rows of a model that ``is_recurrent`` are equally long: padding would change its states.
+    """
 
     def __init__(
         self,
@@ -295,7 +302,7 @@ class PlainDecoder:
         self._ids, self._positions = self._ids[rows], self._positions[rows]
         self._mask = None if self._mask is None else self._mask[rows]
         if self._cache is not None:
-            self._cache.batch_select_indices(rows)
+            self._cache.reorder_cache(rows)  # of all layers; recurrent ones lack ``batch_select_indices``
         return rows
 
     def advance(self, tokens: Tensor) -> None:
@@ -321,6 +328,12 @@ class PlainDecoder:
 TokenDecoder = SharedDecoder | PlainDecoder
 
 
+def is_recurrent(model: Any) -> bool:
+    """Whether layers of ``model`` keep a state that each token changes (Mamba, Qwen3.5, LFM2)."""
+    layers = DynamicCache(config=model.config).layers
+    return getattr(model, "_is_stateful", False) or any(not isinstance(a, CacheLayerMixin) for a in layers)
+
+
 @torch.no_grad()
 def can_share_prompts(model: Any) -> bool:
     """Whether ``SharedDecoder`` gives the logits of a plain forward; tried on a few tokens.
@@ -328,7 +341,7 @@ def can_share_prompts(model: Any) -> bool:
     False for models with attention windows, with another state than keys and values, or whose attention does
     not go through ``transformers``' interface.
     """
-    if getattr(model, "_is_stateful", False) or not hasattr(model, "set_attn_implementation"):
+    if is_recurrent(model) or not hasattr(model, "set_attn_implementation"):
         return False
     if model.config._attn_implementation not in ("sdpa", "eager", FLOAT32):
         return False  # chosen by hand, or a model that sdpa does not fit
@@ -346,10 +359,8 @@ def can_share_prompts(model: Any) -> bool:
 def can_decode_cached(model: Any) -> bool:
     """Whether ``PlainDecoder`` over a cache gives the logits of a plain forward; tried on a few tokens.
 
-    False for models where a layer has another state than keys and values (LFM2, Bamba).
+    False for some models of which no layer has keys and values (Mamba).
     """
-    if getattr(model, "_is_stateful", False):
-        return False
     problem = _try(model, lambda prompts: PlainDecoder(model, prompts, 0, cached=True), nullcontext())
     if problem:
         logger.warning(
@@ -363,9 +374,10 @@ def _try(
 ) -> str:
     """Return why the decoder that ``build`` makes under ``attention`` differs from a plain forward, or ''.
 
-    The prompts differ in length, two are equal, and one row leaves after the first token.
+    The prompts differ in length where they may, two are equal, and one row leaves after the first token.
     """
-    prompts = [trial_ids(model, row) for row in ([5, 3, 9, 4], [7, 1], [7, 1])]
+    short = [7, 1, 8, 2] if is_recurrent(model) else [7, 1]
+    prompts = [trial_ids(model, row) for row in ([5, 3, 9, 4], short, short)]
     answers = [trial_ids(model, row) for row in ([2, 8, 6], [9, 5, 3], [4, 6, 8])]
     found: list[tuple[list[int], Tensor]] = []
     rows = [0, 1, 2]

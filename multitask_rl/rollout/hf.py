@@ -37,6 +37,7 @@ from multitask_rl.rollout.decoder import (
     TokenDecoder,
     can_decode_cached,
     can_share_prompts,
+    is_recurrent,
 )
 
 HAND_ON_EVERY = 8
@@ -221,6 +222,7 @@ class HFEngine(RolloutEngine):
 
         on_cpu = next(self.model.parameters()).device.type == "cpu"
         most = context_length(self.model.config) or math.inf
+        recurrent = is_recurrent(self.model)
         batch: list[_Row] = []
         new = prompt_tokens = 0
         for row in sorted(rows, key=place):
@@ -231,7 +233,7 @@ class HFEngine(RolloutEngine):
                 number, shortest = len(batch) + 1, len(batch[0].prompt_ids)
                 if self._shares_prompts:
                     fits = prompt_tokens + further + new * number <= self.max_batch_tokens
-                elif not self._cached and length != shortest:
+                elif length != shortest and (not self._cached or recurrent):
                     fits = False
                 else:
                     # on a CPU a row pays for every key, padding too; on a GPU fewer, larger batches win

@@ -24,6 +24,10 @@ ARCHITECTURES = {
     "bloom.Bloom": {"n_layer": 2, "n_head": 4},
     "mamba.Mamba": {},
     "lfm2.Lfm2": {"num_key_value_heads": 2, "block_ff_dim": 64, "full_attn_idxs": [1]},
+    "granitemoehybrid.GraniteMoeHybrid": {
+        **{"num_key_value_heads": 2, "layer_types": ["mamba", "attention"], "num_local_experts": 4},
+        **{"num_experts_per_tok": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8},
+    },
 }
 
 

@@ -98,9 +98,9 @@ def test_models_that_cannot_share_are_found_out(name, expected):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("mistral.Mistral", True), ("bloom.Bloom", True), ("mamba.Mamba", False), ("lfm2.Lfm2", False)],
+    [("mistral.Mistral", True), ("bloom.Bloom", True), ("mamba.Mamba", False), ("lfm2.Lfm2", True)],
 )
-def test_models_that_need_more_than_keys_and_values_are_computed_without_a_cache(name, expected):
+def test_a_cache_is_used_where_it_gives_the_logits_of_a_plain_forward(name, expected):
     assert can_decode_cached(build(name)) is expected
 
 

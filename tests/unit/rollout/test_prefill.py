@@ -13,6 +13,8 @@ from multitask_rl.rollout import decoder as module
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.decoder import prefill
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.testing.engine import sampled_logprobs
+from rollout_models import build
 
 SIZES = {
     "vocab_size": 40,
@@ -115,6 +117,30 @@ def test_the_engine_samples_the_same_however_its_prompts_are_cut(model: Any) -> 
         for a, b in zip((g for r in whole for g in r), (g for r in found for g in r), strict=True):
             assert a.response_ids == b.response_ids
             assert b.rollout_logprobs == pytest.approx(a.rollout_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lfm2.Lfm2", "granitemoehybrid.GraniteMoeHybrid"])
+def test_a_recurrent_model_computes_each_token_once(name: str) -> None:
+    model = build(name)
+    engine = HFEngine(model, eos_token_ids=[1], pad_token_id=0, prefill_tokens=16)
+    sampling = SamplingParams(max_new_tokens=8)
+    requests = [
+        GenerationRequest(prompt_ids=[3 + i * k % 50 for i in range(length)], sampling=sampling, seeds=[k, 9])
+        for k, length in ((3, 21), (5, 21), (7, 9))
+    ]
+    engine.generate(requests)
+    computed: list[int] = []
+    hook = model.get_input_embeddings().register_forward_hook(
+        lambda module, inputs, output: computed.append(inputs[0].numel())
+    )
+    found = engine.generate(requests)
+    hook.remove()
+    responses = [g for group in found for g in group]
+    assert sum(computed) == 21 + 21 + 9 + sum(len(g.response_ids) - 1 for g in responses)
+    for request, group in zip(requests, found, strict=True):
+        for one in group:
+            expected = sampled_logprobs(model, request.prompt_ids, one.response_ids, sampling)
+            assert one.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_what_many_prompts_begin_with_is_computed_once(model: Any) -> None:
