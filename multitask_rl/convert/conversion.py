@@ -36,6 +36,7 @@ class Conversion:
         given: option -> value, as the user wrote it.
         defaults: option -> the source's default, of options that are read.
         reasons: pattern of options without a counterpart -> why.
+        computed: option -> code that computes it, which is not run.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Conversion:
         defaults: Mapping[str, Any],
         reasons: Mapping[str, str],
         *,
+        computed: Mapping[str, str],
         num_rows: int | None,
     ) -> None:
         self.source = source
         self.given = dict(given)
         self._defaults = defaults
         self._reasons = reasons
+        self._computed = computed
         self._num_rows = num_rows
         self.run: dict[str, Any] = {}
         """Dotted key of the run's configuration -> value."""
@@ -135,9 +138,22 @@ class Conversion:
         if option in self.given:
             self.left[option] = reason
 
-    def finish(self, computed: Mapping[str, str]) -> None:
-        """Find a reason for each option that nothing has read; ``computed``: option -> code."""
-        for option, text in computed.items():
+    def need(
+        self, value: str | Sequence[str] | None, what: str, instead: str, file: str, *options: str
+    ) -> None:
+        """Refuse a conversion that lacks a data set or a reward: no tasks file would be valid.
+
+        The option ``instead`` of ``convert`` names one; ``options`` of the source would have named it.
+        """
+        if not value:
+            found = {o: f"is computed: {self._computed[o]}" for o in options if o in self._computed}
+            found |= {o: f"is {self.given[o]!r}" for o in options if o in self.given}
+            said = "".join(f" ({option} {text})" for option, text in found.items())
+            raise ConfigError(f"{file}: no {what} was found in it{said}; name it with {instead}")
+
+    def finish(self) -> None:
+        """Find a reason for each option that nothing has read."""
+        for option, text in self._computed.items():
             self.left[option] = f"the script computes it ({text}); write a constant, or set our key"
         for option in self.given:
             if option not in self._read:
@@ -246,12 +262,6 @@ def task_name(dataset: str, taken: Iterable[str] = ()) -> str:
     name = plain if plain[0].isalpha() else f"task_{plain}"
     known = set(taken)
     return next(n for n in [name, *(f"{name}_{i}" for i in range(2, len(known) + 3))] if n not in known)
-
-
-def need(value: str | Sequence[str] | None, what: str, option: str, file: str) -> None:
-    """Refuse a conversion that lacks a data set or a reward: no tasks file would be valid."""
-    if not value:
-        raise ConfigError(f"{file}: no {what} was found in it; name it with {option}")
 
 
 def _nested(values: Mapping[str, Any]) -> dict[str, Any]:

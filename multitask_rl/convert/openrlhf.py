@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.checks import is_file
-from multitask_rl.config.schema.located_yaml import parse_yaml
-from multitask_rl.convert.conversion import Conversion, need, task_name
-from multitask_rl.convert.shell import read_words
+from multitask_rl.convert.conversion import Conversion, task_name
+from multitask_rl.convert.shell import read_value, read_words, told_of
 from multitask_rl.errors import ConfigError
 
 SOURCE = "OpenRLHF 0.11 (train_ppo_ray)"
@@ -44,6 +44,8 @@ DEFAULTS: Mapping[str, Any] = {
     "algo.advantage.estimator": "gae",
     "algo.advantage.gamma": 1.0,
     "algo.advantage.lambd": 1.0,
+    "algo.advantage.is_correction_enable": False,
+    "algo.advantage.is_correction_type": "tis",
     "algo.advantage.is_correction_level": "off",
     "algo.advantage.is_correction_mode": "mask",
     "algo.advantage.is_correction_gating": "ratio",
@@ -85,6 +87,21 @@ BEFORE: Mapping[str, str] = {
     "apply_chat_template": "data.apply_chat_template",
     "max_samples": "data.max_samples",
     "max_len": "data.max_len",
+    "agent_func_path": "train.agent_func_path",
+    "async_train": "train.async_enable",
+    "enable_ema": "train.enable_ema",
+    "ema_beta": "train.ema_beta",
+    "full_determinism": "train.full_determinism_enable",
+    "use_dynamic_batch": "train.dynamic_batch_enable",
+    "enable_vllm_is_correction": "algo.advantage.is_correction_enable",
+    "vllm_is_truncated_threshold": "algo.advantage.is_correction_threshold",
+    "aux_loss_coef": "actor.aux_loss_coef",
+    "freezing_actor_steps": "critic.freezing_steps",
+    "save_value_network": "critic.save_value_network",
+    "save_hf_ckpt": "ckpt.save_hf",
+    "disable_ds_ckpt": "ckpt.disable_ds",
+    "max_ckpt_mem": "ckpt.max_mem",
+    "load_checkpoint": "ckpt.load_enable",
     "max_new_tokens": "rollout.max_new_tokens",
     "generate_max_len": "rollout.max_new_tokens",
     "rollout_batch_size": "rollout.batch_size",
@@ -173,13 +190,21 @@ REASONS: Mapping[str, str] = {
     r"logger\..*|use_wandb|wandb.*|use_tensorboard|logging_steps": (
         "tracking has keys of its own (tracking.*)"
     ),
-    "use_ms|perf|.*": "how OpenRLHF runs",
+    r"ref\..*": "the reference is the initial actor, with its devices",
+    r"bf16|flash_attn": "model.dtype is bfloat16, model.attn_implementation auto",
+    r"pretrain_(data|split).*|ptx_coef": "a task of type sft trains on given answers beside the others",
+    r"vllm_.*|enforce_eager|enable_prefix_caching|zero_stage|zpg|deepcompile|overlap_comm|grad_accum_dtype|"
+    r"ds_.*|deepspeed.*|ring_.*|packing_samples|load_in_4bit|use_(ms|liger_kernel|ds_universal_ckpt)|perf|"
+    r"actor_init_on_gpu|gradient_checkpointing_.*|disable_fast_tokenizer|value_head_prefix": (
+        "how OpenRLHF runs"
+    ),
 }
 _SWITCHES = {
     "data.apply_chat_template",
     "algo.kl.use_loss",
     "algo.kl.unbiased_gradient",
     "algo.dynamic_filtering_enable",
+    "algo.advantage.is_correction_enable",
     "algo.advantage.no_std_norm",
     "actor.gradient_checkpointing_enable",
     "ds.adam_offload",
@@ -198,15 +223,13 @@ _PROGRAMS = ("python", "python3", "ray", "deepspeed", "torchrun")
 _ADAPTER = '''
 
 
-def openrlhf_reward(prompts, completions, {label}**columns):
-    """Call ``reward_func`` as OpenRLHF does, for one response at a time."""
-    values = []
-    for prompt, completion, label in zip(prompts, completions, {labels}):
-        found = reward_func([prompt + completion], [prompt], [label])
-        found = found[0] if isinstance(found, list) else found
-        value = found["rewards"] if isinstance(found, dict) else found
-        values.append(float(value[0] if getattr(value, "ndim", isinstance(value, list)) else value))
-    return values
+def openrlhf_reward(rollout{parameter}):
+    """Call ``reward_func`` as OpenRLHF does: for one response, with the prompt as the model has seen it."""
+    prompt = rollout.prompt.text
+    found = reward_func([prompt + rollout.response], [prompt], [{label}])
+    found = found[0] if isinstance(found, list) else found
+    value = found["rewards"] if isinstance(found, dict) else found
+    return float(value[0] if getattr(value, "ndim", isinstance(value, list)) else value)
 '''
 
 
@@ -214,23 +237,26 @@ def convert_openrlhf(
     file: Path, *, dataset: str = "", reward: str = "", num_rows: int | None = None
 ) -> Conversion:
     """Convert a shell script; the arguments are those of ``convert_trl``."""
-    given, computed = _options(file)
+    given, computed, told = _options(file)
     if not given:
         raise ConfigError(f"{file}: it has no option of OpenRLHF; expected --a.b VALUE behind train_ppo_ray")
-    c = Conversion(SOURCE, given, DEFAULTS, REASONS, num_rows=num_rows)
+    c = Conversion(SOURCE, given, DEFAULTS, REASONS, computed=computed, num_rows=num_rows)
     _put_tasks(c, file, dataset, reward)
     _put_algorithm(c)
     _put_kl(c)
     _put_batch(c)
     _put_run(c)
-    c.finish(computed)
+    c.finish()
+    c.left |= told
     return c
 
 
-def _options(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _options(file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Return options with their values, those that the script computes, and what is told of others."""
     given: dict[str, Any] = {}
     computed: dict[str, str] = {}
-    words = read_words(file)
+    texts: dict[str, list[str]] = defaultdict(list)
+    words, told = read_words(file, "train_ppo_ray")
     begin = next((i for i, word in enumerate(words) if word.endswith("train_ppo_ray")), len(words))
     index = 0
     while index < len(words):
@@ -246,6 +272,7 @@ def _options(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
                 break
             values.append(words[index])
             index += 1
+        texts[name].append(" ".join(values))
         if name in _SWITCHES:
             given[name] = True
         elif any("$" in value for value in values):
@@ -255,15 +282,16 @@ def _options(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         elif name in ("data.input_template", "data.prompt_dataset", "data.prompt_probs"):
             given[name] = " ".join(values)
         else:
-            read = [parse_yaml(value, f"{file}: --{name}")[0] for value in values]
+            read = [read_value(value, f"{file}: --{name}") for value in values]
             given[name] = read[0] if len(read) == 1 else read
-    return given, computed
+    told |= {name: told_of(own) for name, own in texts.items() if len({*own}) > 1}
+    return given, computed, told
 
 
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     named = dataset or c.get("data.prompt_dataset") or ""
     sets = [one.strip() for one in str(named).split(",") if one.strip()]
-    need(sets, "data set", "--dataset", str(file))
+    c.need(sets, "data set", "--dataset", str(file), "data.prompt_dataset")
     rewards: list[dict[str, Any]] = []
     url, model = c.get("reward.remote_url"), c.get("reward.model_name_or_path")
     if reward:
@@ -271,18 +299,24 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     elif isinstance(url, str) and url.endswith(".py"):
         path = next((p for p in (Path(url), file.parent / url) if is_file(p)), None)
         if path is None:
-            raise ConfigError(f"{file}: the reward function {url!r} is not found here nor beside the script")
+            raise ConfigError(
+                f"{file}: the reward function {url!r} is not found here nor beside the script; "
+                "copy it there, or name another with --reward"
+            )
         label = c.get("data.label_key")
-        text = _ADAPTER.replace("{label}", f"{label}, " if label else "")
-        labels = label or '[""] * len(prompts)'
-        c.files["rewards.py"] = path.read_text(encoding="utf-8").rstrip() + text.replace("{labels}", labels)
-        rewards = [{"plugin": "trl:rewards.py:openrlhf_reward", "config": {"conversational": False}}]
-        c.note("task.rewards", "reward.remote_url", "data.label_key")
+        named = label is None or str(label).isidentifier()
+        text = _ADAPTER.replace("{parameter}", f", {label}" if label and named else "")
+        text = text.replace("{label}", (label if named else f"rollout.row[{label!r}]") or '""')
+        c.files["rewards.py"] = path.read_text(encoding="utf-8").rstrip() + text
+        rewards = [{"plugin": "rewards.py:openrlhf_reward"}]
+        told = "a query of OpenRLHF ends with the special tokens of the response, here it has none"
+        c.note("task.rewards", "reward.remote_url", "data.label_key", differs=told)
     elif model:
         names = str(model).split(",")
         rewards = [{"plugin": "rm_hf", "config": {"model_name": name}} for name in names]
         c.note("task.rewards", "reward.model_name_or_path")
-    need([r["plugin"] for r in rewards], "reward", "--reward", str(file))
+    options = ("reward.remote_url", "train.agent_func_path")
+    c.need([r["plugin"] for r in rewards], "reward", "--reward", str(file), *options)
     probs = [float(p) for p in str(c.get("data.prompt_probs") or "").split(",") if p.strip()]
     if probs and len(probs) != len(sets):
         raise ConfigError(f"{file}: data.prompt_probs has {len(probs)} numbers for {len(sets)} data sets")
@@ -373,16 +407,26 @@ def _put_algorithm(c: Conversion) -> None:
         "actor.entropy_coef",
         differs=told if entropy else "",
     )
+    _put_engine_correction(c)
+
+
+def _put_engine_correction(c: Conversion) -> None:
+    """Write the bound of the weight for engine mismatch: 0.11.0 enables it, later versions have a level."""
     correction = "algo.advantage.is_correction"
     level, how = c.get(f"{correction}_level") or "off", c.get(f"{correction}_mode")  # YAML reads off as False
-    low, high = c.get(f"{correction}_threshold") if level != "off" else (0.0, 0.0)
+    if c.get(f"{correction}_enable"):
+        kinds = {"tis": ("token", "clip"), "icepop": ("token", "mask")}
+        level, how = kinds.get(c.get(f"{correction}_type"), ("sequence", "mask"))
+    bounds = c.get(f"{correction}_threshold")
+    low, high = bounds if isinstance(bounds, list) else (0.0, bounds)  # before 0.10, an upper bound alone
+    is_same = level == "off" or (level == "token" and how == "clip" and low == 0)
     told = (
-        ""
-        if level == "off" or (how == "clip" and low == 0)
-        else "here a weight is cut at its upper bound only"
+        "" if is_same else f"{how} per {level} in OpenRLHF, here a token's weight is cut at its upper bound"
     )
-    options = (f"{correction}_level", f"{correction}_mode", f"{correction}_threshold", f"{correction}_gating")
-    c.put("task.algorithm_config.truncated_is", float(high), *options, differs=told)
+    names = ("level", "mode", "threshold", "gating", "enable", "type")
+    options = [f"{correction}_{name}" for name in names]
+    high = 0.0 if level == "off" else float(high)
+    c.put("task.algorithm_config.truncated_is", high, *options, differs=told)
 
 
 def _put_kl(c: Conversion) -> None:
@@ -471,7 +515,10 @@ def _put_run(c: Conversion) -> None:
             text = names if isinstance(names, str) else ",".join(names)
             c.put("model.lora.target_modules", text, "ds.lora.target_modules")
     most, whole = c.get("rollout.max_new_tokens"), c.get("data.max_len")
-    if most is None:
+    if limit := c.get("prompt_max_len"):  # before 0.10
+        c.put("rollout.max_prompt_tokens", limit, "prompt_max_len")
+        c.put("rollout.max_new_tokens", 1024 if most is None else most, "rollout.max_new_tokens")
+    elif most is None:
         told = f"OpenRLHF gives a response what its prompt leaves of {whole} tokens; here half is for each"
         c.put("rollout.max_new_tokens", whole // 2, "data.max_len", differs=told)
         c.put("rollout.max_prompt_tokens", whole - whole // 2, "data.max_len")

@@ -13,7 +13,7 @@ from typing import Any
 from multitask_rl.config.checks import is_file
 from multitask_rl.config.run import dotted
 from multitask_rl.config.schema.located_yaml import load_yaml
-from multitask_rl.convert.conversion import Conversion, need, task_name
+from multitask_rl.convert.conversion import Conversion, task_name
 from multitask_rl.data.readers import Row, read_file
 from multitask_rl.errors import ConfigError, DataError
 
@@ -168,7 +168,7 @@ def convert_roll(
             f"{file}: it has no section actor_train or rewards, as an RLVR pipeline of ROLL has"
         )
     shares = {name: 0.0 for name in given if name.startswith(_SHARES)}
-    c = Conversion(SOURCE, given, {**DEFAULTS, **shares}, REASONS, num_rows=num_rows)
+    c = Conversion(SOURCE, given, {**DEFAULTS, **shares}, REASONS, computed={}, num_rows=num_rows)
     for option in _COUNTS:
         if c.get(option) < 1:
             raise ConfigError(f"{option}: expected at least 1, got {c.get(option)}")
@@ -177,7 +177,7 @@ def convert_roll(
     _put_kl(c)
     _put_batch(c)
     _put_run(c)
-    c.finish({})
+    c.finish()
     return c
 
 
@@ -214,7 +214,7 @@ def _texts(c: Conversion, option: str) -> list[str]:
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     """Write a task for each domain, and a file with the rows that ROLL gives to it."""
     files = [dataset] if dataset else _files(c, _DATA)
-    need(files, "data set", "--dataset", str(file))
+    c.need(files, "data set", "--dataset", str(file))
     shares = {name.removeprefix(_SHARES): c.get(name) for name in c.given if name.startswith(_SHARES)}
     if shares:  # ROLL gives the last one what is left
         last = list(shares)[-1]
@@ -225,7 +225,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         if re.fullmatch(r"rewards\..*\.(worker_cls|tag_included)", name)
     }
     domains = [domain for domain in shares if shares[domain] > 0] or sorted(names)
-    need(domains, "domain", "rewards", str(file))
+    c.need(domains, "domain", "rewards", str(file))
     tags: dict[str, str] = {}
     for name in names:
         tags |= dict.fromkeys(_texts(c, f"rewards.{name}.tag_included"), name)
@@ -352,7 +352,7 @@ def _rewards(c: Conversion, domain: str, name: str) -> tuple[str, list[dict[str,
         model = c.get(f"rewards.{domain}.judge_model_name") or c.get(
             f"rewards.{domain}.model_args.model_name_or_path"
         )
-        need(model, f"model of the judge of {domain}", "--reward", "the file")
+        c.need(model, f"model of the judge of {domain}", "--reward", "the file")
         address = c.get(f"rewards.{domain}.judge_api_url")
         told = "a server gives 0 to 10 (vllm serve MODEL); ROLL's judge says yes or no"
         c.note(f"{name}: rm_generative", option, differs=told)

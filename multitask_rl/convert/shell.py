@@ -6,13 +6,17 @@ import ast
 import operator
 import re
 import shlex
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from multitask_rl.boundary.python_source import parse_python
+from multitask_rl.config.schema.located_yaml import parse_yaml
 from multitask_rl.errors import ConfigError, path_errors
 
-_VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}|\$(\w+)")
+_VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*))?\}|\$(\w+)")
+"""``$A``, ``${A}`` and ``${A:-default}``, whose default may hold others."""
 _SUM = re.compile(r"\$\(\(([^()]*(?:\([^()]*\)[^()]*)*)\)\)")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -22,11 +26,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-def read_words(file: Path) -> list[str]:
+def read_words(file: Path, program: str) -> tuple[list[str], dict[str, str]]:
     """Return the words of a script in order, with variables filled in that it sets to constants.
 
     A word that still holds ``$`` depends on the environment or on a program; only ``$HOME`` is filled in.
-    Brackets of arrays are left out: their words are listed where the array is written.
+    Brackets of arrays are left out: their words are listed where the array is written. A text that calls
+    ``program``, and a variable that holds options, are words too.
+
+    Second, what is told of variables with several values: which of them holds may depend on a branch.
 
     Raises:
         ConfigError: the file cannot be read, or a quotation mark is not closed.
@@ -35,29 +42,63 @@ def read_words(file: Path) -> list[str]:
         text = file.read_text(encoding="utf-8")
     words: list[str] = []
     known = {"HOME": str(Path.home())}
+    values: dict[str, list[str]] = defaultdict(list)
     # a comment inside a continued command ends it for the shell; here it is left out
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#") and not _prints(line)]
     try:
         whole = "\n".join(lines).replace("\\\n", " ").replace("$'", "'")
         for word in shlex.split(_SUM.sub(lambda found: found[0].replace(" ", ""), whole), comments=True):
             filled = _fill(word, known)
             name, equals, value = filled.partition("=")
+            value = known.get(name[:-1], "") + value if name.endswith("+") and value[:1] != "(" else value
+            name = name.removesuffix("+")
             if equals and name.isidentifier():
-                if "$" not in value:
+                if "$(" not in value:
                     known[name] = value
-                value = value.removeprefix("(")
-                words += [value] if value != filled.partition("=")[2] and value else []
+                values[name] += [value] if value and not value.startswith(("(", "$")) else []
+                words += [_unbracketed(value[1:])] if value.startswith("(") else []
+            elif re.search(rf"{program}\s", filled) or (
+                _VARIABLE.fullmatch(word) and re.match(r"--\w|\+*\w[\w.]*\.\w+=", filled)
+            ):
+                words += shlex.split(filled)
             else:
-                words.append(filled.removesuffix(")") if filled.count("(") < filled.count(")") else filled)
+                words.append(_unbracketed(filled))
     except ValueError as error:
         raise ConfigError(f"{file}: it is no shell script that can be read: {error}") from error
-    return [word for word in words if word]
+    has_branches = re.search(r"^\s*(?:fi|esac)\b", text, re.MULTILINE) is not None
+    told = {
+        f"variable {name}": told_of(own) for name, own in values.items() if has_branches and len({*own}) > 1
+    }
+    return [word for word in words if word], told
+
+
+def told_of(values: list[str]) -> str:
+    """Return what is told of a name that a script sets several times."""
+    return f"set to {', '.join(values)} in turn; each use takes the last one before it, whatever its branch"
+
+
+def read_value(text: str, where: str) -> Any:
+    """Return the value of an option as YAML reads it; a text that is no YAML is itself."""
+    try:
+        return parse_yaml(text, where)[0]
+    except ConfigError:
+        return text
+
+
+def _unbracketed(word: str) -> str:
+    return word.removesuffix(")") if word.count("(") < word.count(")") else word
+
+
+def _prints(line: str) -> bool:
+    """Whether the line is a whole command that prints: it sets nothing."""
+    is_whole = line.count('"') % 2 == line.count("'") % 2 == 0 and not line.endswith("\\")
+    return is_whole and line.lstrip().startswith(("echo ", "printf "))
 
 
 def _fill(word: str, known: dict[str, str]) -> str:
     def value(found: re.Match[str]) -> str:
         name = found[1] or found[3]
-        return known.get(name, found[0] if found[2] is None else found[2])
+        return known.get(name, found[0] if found[2] is None else _fill(found[2], known))
 
     word = _VARIABLE.sub(value, word)
     return _SUM.sub(lambda found: _number(found[1], known) or found[0], word)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.schema.located_yaml import load_yaml
-from multitask_rl.convert.conversion import Conversion, need, ratio_or_steps, task_name
+from multitask_rl.convert.conversion import Conversion, ratio_or_steps, task_name
 from multitask_rl.convert.script import Script, read_script
 from multitask_rl.errors import ConfigError
 
@@ -147,14 +147,14 @@ def convert_trl(
         script.dataset, script.split, script.dataset_calls = dataset, "", []
     if reward:
         script.rewards, script.rewards_file = [reward], ""
-    c = Conversion(SOURCE, script.options, DEFAULTS, REASONS, num_rows=num_rows)
-    need(script.dataset, "data set", "--dataset", str(file))
-    need(script.rewards, "reward", "--reward", str(file))
+    c = Conversion(SOURCE, script.options, DEFAULTS, REASONS, computed=script.computed, num_rows=num_rows)
+    c.need(script.dataset, "data set", "--dataset", str(file))
+    c.need(script.rewards, "reward", "--reward", str(file))
     _put_task(c, script)
     _put_algorithm(c)
     _put_batch(c, script, processes)
     _put_run(c, script)
-    c.finish(script.computed)
+    c.finish()
     return c
 
 

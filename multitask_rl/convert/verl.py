@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.checks import is_file
-from multitask_rl.config.schema.located_yaml import load_yaml, parse_yaml
-from multitask_rl.convert.conversion import Conversion, need, task_name
-from multitask_rl.convert.shell import read_words
+from multitask_rl.config.schema.located_yaml import load_yaml
+from multitask_rl.convert.conversion import Conversion, task_name
+from multitask_rl.convert.shell import read_value, read_words, told_of
 from multitask_rl.data.readers import read_file
 from multitask_rl.errors import ConfigError, DataError
 
@@ -152,19 +152,21 @@ def convert_verl(
         tree, _ = load_yaml(file)
         given = dict(_flat(tree if isinstance(tree, Mapping) else {}))
         computed: dict[str, str] = {}
+        told: dict[str, str] = {}
     else:
-        given, computed = _overrides(file)
+        given, computed, told = _overrides(file)
     if not given:
         raise ConfigError(
             f"{file}: it has no option of verl; expected a.b.c=value in a script, or a YAML file"
         )
-    c = Conversion(SOURCE, given, DEFAULTS, REASONS, num_rows=num_rows)
+    c = Conversion(SOURCE, given, DEFAULTS, REASONS, computed=computed, num_rows=num_rows)
     _put_tasks(c, file, dataset, reward)
     _put_algorithm(c)
     _put_kl(c)
     _put_batch(c)
     _put_run(c)
-    c.finish(computed)
+    c.finish()
+    c.left |= told
     return c
 
 
@@ -187,30 +189,36 @@ def _present(name: str) -> str:
     return name if found is None else MOVED[found] + name.removeprefix(found)
 
 
-def _overrides(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _overrides(file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+    """Return options with their values, those that the script computes, and what is told of others."""
     given: dict[str, Any] = {}
     computed: dict[str, str] = {}
-    for word in read_words(file):
+    texts: dict[str, list[str]] = defaultdict(list)
+    words, told = read_words(file, "main_ppo")
+    for word in words:
         name, equals, text = word.partition("=")
+        if name == "--config-name":
+            told[f"{name} {text}"] = "its options are not read; print them all with `--cfg job`, convert that"
         if not equals or "." not in name or not name.lstrip("+").replace(".", "_").isidentifier():
             continue
+        texts[_present(name)].append(text)
         if "$" in text:
             computed[_present(name)] = text
         else:
             # hydra needs no space behind the colon of {key:value}, YAML does
             text = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if text.startswith("{") else text
-            value, _ = parse_yaml(text, f"{file}: {name}")
-            given.update(_flat({name: value}))
+            given.update(_flat({name: read_value(text, f"{file}: {name}")}))
+    told |= {name: told_of(own) for name, own in texts.items() if len({*own}) > 1}
     kwargs = "reward.custom_reward_function.reward_kwargs."
     nested = {k.removeprefix(kwargs): given.pop(k) for k in list(given) if k.startswith(kwargs)}
     if nested:
         given[kwargs.rstrip(".")] = nested
-    return given, computed
+    return given, computed, told
 
 
 def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
     files = _list(dataset or c.get("data.train_files"))
-    need(files, "data set", "--dataset", str(file))
+    c.need(files, "data set", "--dataset", str(file), "data.train_files")
     held_out = _list(c.get("data.val_files"))
     function = "reward.custom_reward_function"
     rewards: list[dict[str, Any]] = []

@@ -16,6 +16,7 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import clipped_surrogate, policy_loss
 from multitask_rl.cli import main
 from multitask_rl.config.run import OptimizerConfig
+from multitask_rl.config.task import RewardSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.convert.conversion import Conversion
 from multitask_rl.convert.openrlhf import convert_openrlhf
@@ -23,6 +24,8 @@ from multitask_rl.convert.trl import convert_trl
 from multitask_rl.convert.verl import convert_verl
 from multitask_rl.data import load_rows
 from multitask_rl.errors import ConfigError
+from multitask_rl.scoring.adapt import resolve_reward
+from multitask_rl.testing import make_prompt, make_rollout
 from multitask_rl.training.optimizer import schedule_factor
 
 
@@ -427,7 +430,9 @@ def test_a_script_of_trl_becomes_files_that_validate(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path, solution="7")
-    (tmp_path / "grpo.py").write_text(SCRIPT.replace("accuracy_reward]", "lambda completions, **_: [0.0]]"))
+    (tmp_path / "grpo.py").write_text(
+        SCRIPT.replace("accuracy_reward]", "lambda completions, **_: [0.0] * len(completions)]")
+    )
     assert main(["convert", "--from", "trl", "grpo.py"]) == 0
     told = capsys.readouterr().out
     assert "learning_rate: the script computes it (float(os.environ['LR']))" in told
@@ -566,6 +571,81 @@ def test_a_script_of_verl_becomes_files_that_validate(
     assert main(["train", "--config-dir", "converted", "+experiment=converted", "--cfg", "job"]) == 0
 
 
+def overrides_of_verl(tmp_path: Path, script: str) -> Conversion:
+    file = tmp_path / "run.sh"
+    file.write_text(dedent(script))
+    return convert_verl(file, reward="exact_match", num_rows=64)
+
+
+def test_the_default_of_a_variable_may_hold_other_variables(tmp_path: Path) -> None:
+    c = overrides_of_verl(
+        tmp_path,
+        """
+        ROOT=${ROOT:-/data}
+        TRAIN=${TRAIN:-$ROOT/gsm8k/train.parquet}
+        TEST=${TEST:-${ROOT:-${HOME}/data}/gsm8k/test.parquet}
+        DATA=(
+            data.train_files="['$TRAIN']"
+            data.val_files=$TEST
+        )
+        python3 -m verl.trainer.main_ppo "${DATA[@]}" trainer.project_name=${NAME:-$UNKNOWN}
+        """,
+    )
+    task = c.tasks["gsm8k"]
+    assert (task["dataset"], task["eval_dataset"]) == (
+        "/data/gsm8k/train.parquet",
+        "/data/gsm8k/test.parquet",
+    )
+    assert "$UNKNOWN" in c.left["trainer.project_name"]
+
+
+def test_words_that_a_script_prints_set_nothing_and_branches_are_told(tmp_path: Path) -> None:
+    c = overrides_of_verl(
+        tmp_path,
+        """
+        ENGINE=vllm
+        SHARE=0.6
+        if [ "$ENGINE" = trtllm ]; then
+            echo "ENGINE=trtllm needs a GPU" >&2
+            SHARE=0.9
+        fi
+        EXTRA=(data.train_batch_size=32)
+        EXTRA+=(data.train_batch_size=16)
+        python3 -m verl.trainer.main_ppo data.train_files=hub/rows "${EXTRA[@]}" \\
+            actor_rollout_ref.rollout.name=$ENGINE actor_rollout_ref.rollout.gpu_memory_utilization=$SHARE
+        """,
+    )
+    assert c.run["rollout.engine"] == "vllm"
+    assert c.run["batch.prompts_per_step"] == 16
+    assert "0.6, 0.9" in c.left["variable SHARE"]
+    assert "variable ENGINE" not in c.left
+    assert "32, 16" in c.left["data.train_batch_size"]
+
+
+def test_a_value_that_is_no_yaml_is_a_text(tmp_path: Path) -> None:
+    c = overrides_of_verl(
+        tmp_path,
+        """
+        python3 -m verl.trainer.main_ppo data.train_files=hub/rows trainer.experiment_name='*a: b' \\
+            actor_rollout_ref.actor.fsdp_config.wrap='{*\\.mlp}'
+        """,
+    )
+    assert c.run["tracking.run_name"] == "*a: b"
+
+
+def test_a_configuration_that_a_script_of_verl_names_is_told(tmp_path: Path) -> None:
+    script = "python3 -m verl.trainer.main_ppo --config-path=config --config-name='multi'"
+    assert (
+        "not read"
+        in overrides_of_verl(tmp_path, f"{script} data.train_files=hub/rows").left["--config-name multi"]
+    )
+
+
+def test_what_a_script_computes_is_named_where_it_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no data set .*data\.train_files is computed: \$FILES.*--dataset"):
+        overrides_of_verl(tmp_path, "main_ppo data.train_files=$FILES data.train_batch_size=8")
+
+
 def test_a_yaml_of_verl_is_read_like_its_overrides(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         "data: {train_batch_size: 32, prompt_key: question}\nalgorithm: {adv_estimator: rloo}\n"
@@ -622,6 +702,77 @@ def test_options_of_openrlhf_before_0_11_are_read_under_their_present_names(tmp_
     )
     assert (c.task["type"], c.run["batch.prompts_per_step"]) == ("rloo", 8)
     assert c.run["optimizer.learning_rate"] == 5e-7
+
+
+def test_names_of_openrlhf_s_options_of_old_say_what_they_said(tmp_path: Path) -> None:
+    options = ("--prompt_max_len 300", "--generate_max_len 700", "--enable_vllm_is_correction", "--bf16")
+    c = openrlhf(tmp_path, *options, "--vllm_is_truncated_threshold 2", "--pretrain_data mix", "--un_heard 1")
+    assert (c.run["rollout.max_prompt_tokens"], c.run["rollout.max_new_tokens"]) == (300, 700)
+    assert c.task["algorithm_config.truncated_is"] == 2.0
+    assert "sft" in c.left["pretrain_data"]
+    assert "not known here" in c.left["un_heard"]
+
+
+@pytest.mark.parametrize(("kind", "is_same"), [("tis", False), ("icepop", False), ("", False)])
+def test_openrlhf_s_correction_is_on_where_0_11_0_has_enabled_it(
+    tmp_path: Path, kind: str, is_same: bool
+) -> None:
+    options = ["--algo.advantage.is_correction_enable", "--algo.advantage.is_correction_threshold 0.5 3"]
+    c = openrlhf(tmp_path, *options, *([f"--algo.advantage.is_correction_type {kind}"] if kind else []))
+    assert c.task["algorithm_config.truncated_is"] == 3.0
+    assert any("is_correction" in o and bool(differs) != is_same for o, _, differs in c.taken)
+
+
+def test_a_command_of_openrlhf_in_quotes_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "slurm.sh"
+    file.write_text(
+        dedent(
+            """
+            MORE="--rollout.n_samples_per_prompt 4 --train.seed 7"
+            srun -w "$node" bash -c \\
+            "pip install ray && ray job submit --runtime-env-json='{\\"pip\\": \\"x\\"}' \\
+                -- python3 -m openrlhf.cli.train_ppo_ray --data.prompt_dataset org/rows \\
+                --data.input_template 'Q: {} A:' --rollout.batch_size 16 $MORE" &>> log
+            """
+        )
+    )
+    c = convert_openrlhf(file, reward="exact_match", num_rows=64)
+    assert (c.run["batch.prompts_per_step"], c.run["batch.group_size"], c.run["seed"]) == (16, 4, 7)
+    assert c.task["prompt"] == "Q: {input} A:"
+
+
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_reward_of_openrlhf_gets_the_prompt_as_the_model_saw_it(tmp_path: Path, column: str) -> None:
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    assert queries[0].startswith(prompts[0]) and prompts[0].startswith('<user>')\n"
+        "    return {'rewards': [float(labels[0] in queries[0][len(prompts[0]) :])]}\n"
+    )
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "python3 -m openrlhf.cli.train_ppo_ray --reward.remote_url reward.py --data.prompt_dataset org/rows "
+        f"--data.input_key {column} --data.label_key answer --data.apply_chat_template\n"
+    )
+    c = convert_openrlhf(script, num_rows=8)
+    c.write(tmp_path)
+    (reference,) = c.tasks["rows"]["rewards"]
+    spec = RewardSpec(
+        **{**reference, "plugin": reference["plugin"].replace("rewards.py", f"{tmp_path}/rewards.py")}
+    )
+    row = {column: [{"role": "user", "content": "7 or 8?"}], "answer": "7"}
+    reward = resolve_reward(spec, "rows")
+    rollouts = [
+        make_rollout(said, prompt=make_prompt("<user>7 or 8?<assistant>", row=row)) for said in ("8", "7.")
+    ]
+    assert reward.score(rollouts) == [0.0, 1.0]
+
+
+def test_a_server_or_an_agent_of_openrlhf_is_named_where_a_reward_is_missing(tmp_path: Path) -> None:
+    for option in ("--reward.remote_url http://host/score", "--train.agent_func_path agent.py"):
+        file = tmp_path / "run.sh"
+        file.write_text(f"python3 -m openrlhf.cli.train_ppo_ray --data.prompt_dataset org/rows {option}\n")
+        with pytest.raises(ConfigError, match=f"no reward .*{option.split()[1]}.*--reward"):
+            convert_openrlhf(file)
 
 
 def test_every_option_is_taken_over_or_listed_with_a_reason(tmp_path: Path) -> None:
