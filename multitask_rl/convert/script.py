@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,22 @@ from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.errors import ConfigError, path_errors
 
 _READERS = ("json", "parquet", "csv")
-_CHANGES = ("map", "filter", "select", "shuffle", "rename_column", "rename_columns", "remove_columns")
+_WHERE = ("name", "data_dir", "revision", "streaming")
+"""Keywords of ``load_dataset`` that choose rows, besides ``split``."""
+_POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
+"""Parameters of ``GRPOTrainer`` that may be given by position."""
+
+
+@dataclass(kw_only=True)
+class Rows:
+    """A data set that a script loads; "" where it is not found."""
+
+    dataset: str = ""
+    split: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``load_dataset`` that choose its rows."""
+    calls: list[str] = field(default_factory=list)
+    """Methods that change the rows after loading."""
 
 
 @dataclass(kw_only=True)
@@ -24,11 +41,8 @@ class Script:
     computed: dict[str, str] = field(default_factory=dict)
     """Keyword arguments that are not: name -> source text."""
     model: str = ""
-    dataset: str = ""
-    split: str = ""
-    eval_dataset: str = ""
-    dataset_calls: list[str] = field(default_factory=list)
-    """Methods that change the rows after loading."""
+    rows: Rows = field(default_factory=Rows)
+    eval_rows: Rows = field(default_factory=Rows)
     rewards: list[str] = field(default_factory=list)
     """References of the plugins, or ``model:<id>`` for a reward model."""
     rewards_file: str = ""
@@ -42,11 +56,11 @@ class _Reader:
         except SyntaxError as error:
             raise ConfigError(f"{name}: line {error.lineno}: this is not Python: {error.msg}") from error
         self._text = text
-        self._top: dict[str, ast.stmt] = {}
-        """Name -> the statement that binds it, at the top level or in the body of ``main``."""
+        self._top: dict[str, list[ast.stmt]] = defaultdict(list)
+        """Name -> the statements that bind it, at the top level or in the body of ``main``."""
         for node in self._statements(self._tree.body):
             for bound in _bound(node):
-                self._top.setdefault(bound, node)
+                self._top[bound].append(node)
 
     def _statements(self, body: list[ast.stmt]) -> Iterator[ast.stmt]:
         for node in body:
@@ -59,12 +73,30 @@ class _Reader:
         calls = (node for node in ast.walk(self._tree) if isinstance(node, ast.Call))
         return next((c for c in calls if ast.unparse(c.func).rpartition(".")[2] == name), None)
 
+    def binding(self, name: ast.Name) -> ast.stmt | None:
+        """Return the last statement before ``name`` that binds it, else the only one, if it is behind."""
+        found = self._top.get(name.id, [])
+        before = [one for one in found if (one.end_lineno or one.lineno) < name.lineno]
+        behind = found if len(found) == 1 and found[0].lineno > name.lineno else []
+        return next(iter(before[-1:] or behind), None)
+
     def resolve(self, node: ast.expr) -> ast.expr:
         """Return what a name was assigned, or the expression itself."""
-        if isinstance(node, ast.Name) and isinstance(self._top.get(node.id), (ast.Assign, ast.AnnAssign)):
-            value = self._top[node.id].value  # type: ignore[attr-defined]
-            return self.resolve(value) if value is not None else node
+        seen: list[ast.expr] = []
+        while isinstance(node, ast.Name) and node not in seen:
+            seen.append(node)
+            bound = self.binding(node)
+            if not isinstance(bound, (ast.Assign, ast.AnnAssign)) or bound.value is None or _unpacks(bound):
+                break
+            node = bound.value
         return node
+
+    def attributes(self, node: ast.expr, script: Script) -> None:
+        """Take the options that are set as attributes of the name ``node``: ``config.beta = 0.1``."""
+        for each in ast.walk(self._tree):
+            target = each.targets[0] if isinstance(each, ast.Assign) else None
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == ast.unparse(node):
+                self.keyword(target.attr, each.value, script)  # type: ignore[attr-defined]
 
     def constant(self, node: ast.expr) -> Any:
         """Return the value of a literal; ValueError for others."""
@@ -73,14 +105,35 @@ class _Reader:
     def keywords(self, call: ast.Call, script: Script, prefix: str = "") -> None:
         for keyword in call.keywords:
             name = f"{prefix}{keyword.arg}" if keyword.arg else ast.unparse(keyword.value)
-            try:
-                script.options[name] = self.constant(keyword.value)
-            except ValueError:
-                text = ast.unparse(keyword.value)
-                if text.startswith("torch."):  # torch.bfloat16
-                    script.options[name] = text.removeprefix("torch.")
-                else:
-                    script.computed[name] = text
+            self.keyword(name, keyword.value, script)
+
+    def keyword(self, name: str, value: ast.expr, script: Script) -> None:
+        """Take one option: a constant, or code that computes it."""
+        script.options.pop(name, None), script.computed.pop(name, None)
+        try:
+            script.options[name] = self.constant(value)
+        except ValueError:
+            text = ast.unparse(value)
+            if text.startswith("torch."):  # torch.bfloat16
+                script.options[name] = text.removeprefix("torch.")
+            else:
+                script.computed[name] = text
+
+    def model(self, node: ast.expr, script: Script) -> None:
+        """Take the model's name, and the keywords that load it."""
+        loaded = self.resolve(node)
+        if isinstance(loaded, ast.Call) and loaded.args:  # AutoModelForCausalLM.from_pretrained("...")
+            mine = Script()
+            self.keywords(loaded, mine)
+            if mine.options:
+                before = script.options.get("model_init_kwargs") or {}
+                script.options["model_init_kwargs"] = {**before, **mine.options}
+            script.computed |= {f"from_pretrained.{name}": text for name, text in mine.computed.items()}
+            loaded = self.resolve(loaded.args[0])
+        if isinstance(loaded, ast.Constant):
+            script.model = str(loaded.value)
+        else:
+            script.computed["GRPOTrainer.model"] = ast.unparse(node)
 
     def adapters(self, node: ast.expr, script: Script) -> bool:
         """Take the options of the ``LoraConfig`` that ``node`` is; return whether it is one."""
@@ -90,33 +143,38 @@ class _Reader:
         self.keywords(call, script, "peft_config.")
         return True
 
-    def dataset(self, node: ast.expr) -> tuple[str, str, list[str]]:
-        """Return path or id, split, and the methods that change the rows; "" where it is not found."""
+    def rows(self, node: ast.expr) -> Rows:
+        """Return what ``node`` loads."""
         node = self.resolve(node)
         if isinstance(node, ast.Subscript):
-            name, _, calls = self.dataset(node.value)
-            return name, str(self.constant(node.slice)), calls
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
-            name, split, calls = self.dataset(node.func.value)
-            return name, split, [*calls, node.func.attr]
+            found = self.rows(node.value)
+            if "train_test_split" in found.calls:
+                return found
+            with suppress(ValueError):
+                return replace(found, split=str(self.constant(node.slice)))
+            return found
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            found = self.rows(node.func.value)
+            if found.dataset:
+                return replace(found, calls=[*found.calls, node.func.attr])
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "load_dataset":
-            given = {k.arg: k.value for k in node.keywords}
-            try:
-                name = self.constant(node.args[0] if node.args else given["path"])
-                split = self.constant(given["split"]) if "split" in given else ""
+            given = dict(zip(("path", "name"), node.args, strict=False))
+            given |= {k.arg: k.value for k in node.keywords if k.arg}
+            with suppress(ValueError, KeyError):
+                name = self.constant(given["path"])
                 if name in _READERS and "data_files" in given:
                     files = self.constant(given["data_files"])
-                    return (files, "", []) if isinstance(files, str) else ("", "", [])
-                return name, split, []
-            except (ValueError, KeyError):
-                return "", "", []
-        return "", "", []
+                    return Rows(dataset=files) if isinstance(files, str) else Rows()
+                split = self.constant(given["split"]) if "split" in given else ""
+                config = {key: self.constant(given[key]) for key in _WHERE if key in given}
+                return Rows(dataset=name, split=split if isinstance(split, str) else "", config=config)
+        return Rows()
 
     def rewards(self, node: ast.expr, script: Script) -> None:
         node = self.resolve(node)
         own: dict[str, str] = {}
         for index, item in enumerate(node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]):
-            bound = self._top.get(item.id) if isinstance(item, ast.Name) else None
+            bound = self.binding(item) if isinstance(item, ast.Name) else None
             if isinstance(item, ast.Constant) and isinstance(item.value, str):
                 script.rewards.append(f"model:{item.value}")
             elif isinstance(item, ast.Name) and isinstance(bound, ast.ImportFrom) and not bound.level:
@@ -138,10 +196,10 @@ class _Reader:
         open_names += [n for text in own.values() if text for n in _used(parse_python(text))]
         needed: dict[int, ast.stmt] = {}
         while open_names:
-            node = self._top.get(open_names.pop())
-            if node is not None and id(node) not in needed:
-                needed[id(node)] = node
-                open_names += _used(node)
+            for node in self._top.get(open_names.pop(), ()):
+                if id(node) not in needed:
+                    needed[id(node)] = node
+                    open_names += _used(node)
         in_order = sorted(needed.values(), key=lambda node: node.lineno)
         imports = [n for n in in_order if isinstance(n, (ast.Import, ast.ImportFrom))]
         rest = [n for n in in_order if n not in imports]
@@ -166,6 +224,8 @@ def read_script(file: Path) -> Script:
             f"{file}: it calls neither GRPOConfig nor GRPOTrainer, so there is nothing to convert"
         )
     if config is not None:
+        for value in config.args[:1]:
+            reader.keyword("output_dir", value, script)
         reader.keywords(config, script)
     if trainer is None and (lora := reader.call("LoraConfig")):
         reader.keywords(lora, script, "peft_config.")
@@ -175,31 +235,51 @@ def read_script(file: Path) -> Script:
     train = reader.call("train")
     for keyword in train.keywords if train is not None else ():
         script.options[f"train.{keyword.arg}"] = ast.unparse(keyword.value)
-    for keyword in trainer.keywords if trainer is not None else ():
-        match keyword.arg:
-            case "model":
-                node = reader.resolve(keyword.value)
-                if isinstance(node, ast.Call) and node.args:  # AutoModelForCausalLM.from_pretrained("...")
-                    node = reader.resolve(node.args[0])
-                if isinstance(node, ast.Constant):
-                    script.model = str(node.value)
-            case "train_dataset":
-                script.dataset, script.split, script.dataset_calls = reader.dataset(keyword.value)
-            case "eval_dataset":
-                script.eval_dataset = reader.dataset(keyword.value)[0]
-            case "reward_funcs":
-                reader.rewards(keyword.value, script)
-            case "peft_config":
-                if not reader.adapters(keyword.value, script) and ast.unparse(keyword.value) != "None":
-                    script.computed["GRPOTrainer.peft_config"] = ast.unparse(keyword.value)
-            case "args" | "processing_class" | None:
-                pass
-            case name:
-                script.options[f"GRPOTrainer.{name}"] = ast.unparse(keyword.value)
+    if trainer is not None:
+        _read_trainer(reader, trainer, script)
     return script
 
 
+def _read_trainer(reader: _Reader, trainer: ast.Call, script: Script) -> None:
+    given = [*zip(_POSITIONS, trainer.args, strict=False), *((k.arg, k.value) for k in trainer.keywords)]
+    # the last of them, as keywords of the model go into its options
+    for name, node in sorted(given, key=lambda one: one[0] == "model"):
+        match name:
+            case "model":
+                reader.model(node, script)
+            case "train_dataset":
+                script.rows = reader.rows(node)
+                if not script.rows.dataset:
+                    script.computed["GRPOTrainer.train_dataset"] = ast.unparse(reader.resolve(node))
+            case "eval_dataset":
+                script.eval_rows = reader.rows(node)
+                if not script.eval_rows.dataset and ast.unparse(node) != "None":
+                    script.options["GRPOTrainer.eval_dataset"] = ast.unparse(reader.resolve(node))
+            case "reward_funcs":
+                reader.rewards(node, script)
+            case "peft_config":
+                if not reader.adapters(node, script) and ast.unparse(node) != "None":
+                    script.computed["GRPOTrainer.peft_config"] = ast.unparse(node)
+            case "args":
+                reader.attributes(node, script)
+                if reader.call("GRPOConfig") is None:
+                    script.options["GRPOTrainer.args"] = ast.unparse(node)
+            case "processing_class":
+                pass
+            case None:
+                script.computed[f"GRPOTrainer.**{ast.unparse(node)}"] = ast.unparse(node)
+            case _:
+                script.options[f"GRPOTrainer.{name}"] = ast.unparse(node)
+
+
+def _unpacks(node: ast.stmt) -> bool:
+    """Whether the statement is ``a, b = ...``: what one of the names is bound to is not read."""
+    return isinstance(node, ast.Assign) and isinstance(node.targets[0], (ast.Tuple, ast.List))
+
+
 def _bound(node: ast.stmt) -> Iterable[str]:
+    if _unpacks(node):
+        return [one.id for one in ast.walk(node.targets[0]) if isinstance(one, ast.Name)]  # type: ignore[attr-defined]
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return [node.name]

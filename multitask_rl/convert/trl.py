@@ -9,7 +9,7 @@ from typing import Any
 
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.convert.conversion import Conversion, ratio_or_steps, task_name
-from multitask_rl.convert.script import Script, read_script
+from multitask_rl.convert.script import Rows, Script, read_script
 from multitask_rl.errors import ConfigError
 
 SOURCE = "TRL 1.16 (GRPOConfig)"
@@ -103,6 +103,11 @@ REASONS: Mapping[str, str] = {
     ),
     "peft_config.*|lora_.*": "no counterpart among the keys of model.lora",
     "dataset_.*|datasets|streaming": "dataset_config of a task has keywords of load_dataset",
+    "GRPOTrainer.args": (
+        "options of a command line are not read: write them into GRPOConfig(...), or into the YAML of "
+        "`trl grpo --config`, and convert that"
+    ),
+    "GRPOTrainer.eval_dataset": "no file or id was found in it: set eval_dataset of the task",
     "GRPOTrainer.callbacks": (
         "a tracker of your own gets every number and event of the run (docs/write-a-plugin.md)"
     ),
@@ -144,11 +149,12 @@ def convert_trl(
     """
     script = read_script(file) if file.suffix == ".py" else _script_of_options(file)
     if dataset:
-        script.dataset, script.split, script.dataset_calls = dataset, "", []
+        script.rows = Rows(dataset=dataset)
+        script.computed.pop("GRPOTrainer.train_dataset", None)
     if reward:
         script.rewards, script.rewards_file = [reward], ""
     c = Conversion(SOURCE, script.options, DEFAULTS, REASONS, computed=script.computed, num_rows=num_rows)
-    c.need(script.dataset, "data set", "--dataset", str(file))
+    c.need(script.rows.dataset, "data set", "--dataset", str(file), "GRPOTrainer.train_dataset")
     c.need(script.rewards, "reward", "--reward", str(file))
     _put_task(c, script)
     _put_algorithm(c)
@@ -174,22 +180,32 @@ def _script_of_options(file: Path) -> Script:
     return Script(
         options=options,
         model=options.pop("model_name_or_path", "") or "",
-        dataset=options.pop("dataset_name", "") or "",
-        split=options.pop("dataset_train_split", "") or "",
+        rows=Rows(
+            dataset=options.pop("dataset_name", "") or "",
+            split=options.pop("dataset_train_split", "") or "",
+            config={"name": name} if (name := options.pop("dataset_config", None)) else {},
+        ),
         rewards=rewards,
     )
 
 
 def _put_task(c: Conversion, script: Script) -> None:
-    name = task_name(script.dataset)
-    own: dict[str, Any] = {"dataset": script.dataset}
-    if script.split and script.split != "train":
-        own["split"] = script.split
-    if script.eval_dataset and script.eval_dataset != script.dataset:
-        own["eval_dataset"] = script.eval_dataset
-    if script.dataset_calls:
+    rows, held_out = script.rows, script.eval_rows
+    name = task_name(rows.dataset)
+    own: dict[str, Any] = {"dataset": rows.dataset}
+    if rows.config:
+        own["dataset_config"] = rows.config
+    split, _, part = rows.split.partition("[")
+    if split and split != "train":
+        own["split"] = split
+    if held_out.dataset and held_out.dataset != rows.dataset:
+        own["eval_dataset"] = held_out.dataset
+    elif held_out.split.partition("[")[0] not in ("", split or "train"):
+        own["eval_split"] = held_out.split.partition("[")[0]
+    changes = [*([f"split {rows.split}"] if part else []), *rows.calls]
+    if changes:
         c.left["train_dataset"] = (
-            f"the script changes the rows ({', '.join(script.dataset_calls)}); save the changed ones with "
+            f"the script changes the rows ({', '.join(changes)}); save the changed ones with "
             "dataset.to_json('rows.jsonl') and give --dataset rows.jsonl"
         )
     weights = c.get("reward_weights") or [1.0] * len(script.rewards)
@@ -337,7 +353,7 @@ def _put_batch(c: Conversion, script: Script, processes: int) -> None:
     c.put("batch.refill_rounds", 0)
     updates = minibatches * iterations
     most, passes = c.get("max_steps"), c.get("num_train_epochs")
-    rows = c.rows_of([script.dataset])
+    rows = c.rows_of([script.rows.dataset])
     per_pass = None if rows is None else max(1, rows // (responses // size))
     if most > 0:
         steps: int | None = math.ceil(most / updates)
@@ -402,11 +418,14 @@ def _put_run(c: Conversion, script: Script) -> None:
         "fp16",
         "model_init_kwargs",
     )
+    known = ("dtype", "torch_dtype", "attn_implementation", "trust_remote_code")
+    if unknown := [name for name in init if name not in known]:
+        c.leave("model_init_kwargs", f"no counterpart for {', '.join(unknown)}")
     c.put("model.autocast", bool(mixed) and dtype == "float32", "bf16")
     if attention := init.get("attn_implementation", c.get("attn_implementation")):
         c.put("model.attn_implementation", attention, "attn_implementation")
     c.carry("model.gradient_checkpointing", "gradient_checkpointing")
-    if c.get("trust_remote_code"):
+    if c.get("trust_remote_code") or init.get("trust_remote_code"):
         c.put("model.trust_remote_code", True, "trust_remote_code")
     peft = {key.partition(".")[2]: value for key, value in c.given.items() if key.startswith("peft_config.")}
     if c.get("use_peft") or peft:

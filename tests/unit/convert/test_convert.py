@@ -469,6 +469,95 @@ def test_a_script_s_callbacks_and_resume_are_answered_by_what_takes_their_place(
     assert "checkpoint.resume" in left["train.resume_from_checkpoint"]
 
 
+def script_of_trl(tmp_path: Path, text: str, **arguments: Any) -> Conversion:
+    file = tmp_path / "train.py"
+    head = "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, TrlParser\n"
+    file.write_text(f"{head}{dedent(text)}")
+    return convert_trl(file, **arguments)
+
+
+def test_rows_that_a_script_binds_again_and_again_are_followed_to_their_file(tmp_path: Path) -> None:
+    c = script_of_trl(
+        tmp_path,
+        """
+        def main():
+            rows = load_dataset("openai/gsm8k", "main", revision="abc", split="train[:5%]")
+            rows = rows.map(
+                lambda row: rows.info,
+            )
+            rows = rows.shuffle(seed=1)
+            trainer = GRPOTrainer(model="M", args=GRPOConfig(), reward_funcs="R", train_dataset=rows)
+        """,
+        num_rows=64,
+    )
+    (task,) = c.tasks.values()
+    assert task["dataset"] == "openai/gsm8k"
+    assert task["dataset_config"] == {"name": "main", "revision": "abc"}
+    assert "split train[:5%], map, shuffle" in c.left["train_dataset"]
+
+
+def test_arguments_by_position_and_attributes_set_later_are_options(tmp_path: Path) -> None:
+    c = script_of_trl(
+        tmp_path,
+        """
+        config = GRPOConfig("runs/a", max_steps=7)
+        config.max_steps = 9
+        config.beta = choose()
+        rows = load_dataset("org/rows", split="train")
+        GRPOTrainer("M", "R", config, rows, callbacks=[])
+        """,
+    )
+    assert (c.run["model.name_or_path"], c.run["output_dir"], c.run["max_steps"]) == ("M", "runs/a", 9)
+    assert list(c.tasks) == ["rows"]
+    assert "choose()" in c.left["beta"]
+
+
+def test_options_that_come_from_a_command_line_are_told(tmp_path: Path) -> None:
+    c = script_of_trl(
+        tmp_path,
+        """
+        script, config, model = TrlParser((A, GRPOConfig, B)).parse_args_and_config()
+        config.beta = 0.5
+        rows = load_dataset("org/rows", split="train").train_test_split(0.1)
+        GRPOTrainer(model=model.model_name_or_path, args=config, reward_funcs="R",
+            train_dataset=rows["train"], eval_dataset=rows["test"])
+        """,
+    )
+    assert c.tasks["rows"].keys() == {"dataset", "rewards"}
+    assert "train_test_split" in c.left["train_dataset"]
+    assert c.task["kl.coefficient"] == 0.5
+    assert "command line" in c.left["GRPOTrainer.args"]
+    assert "model.model_name_or_path" in c.left["GRPOTrainer.model"]
+
+
+def test_a_data_set_that_no_file_holds_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no data set .*interleave_datasets\(\[math, code\]\).*--dataset"):
+        script_of_trl(
+            tmp_path,
+            """
+            rows = interleave_datasets([math, code])
+            GRPOTrainer(model="M", reward_funcs="R", args=GRPOConfig(), train_dataset=rows)
+            """,
+        )
+
+
+def test_keywords_of_a_model_that_are_not_taken_over_are_told(tmp_path: Path) -> None:
+    c = script_of_trl(
+        tmp_path,
+        """
+        import torch
+        model = AutoModelForCausalLM.from_pretrained("M", dtype=torch.bfloat16, revision="abc")
+        rows = load_dataset("org/rows", split="train")
+        config = GRPOConfig(model_init_kwargs={"attn_implementation": "eager", "max_memory": 3})
+        GRPOTrainer(model=model, reward_funcs="R", args=config, train_dataset=rows, **more)
+        """,
+    )
+    assert (c.run["model.dtype"], c.run["model.attn_implementation"]) == ("bfloat16", "eager")
+    assert "revision" in c.left["model_init_kwargs"]
+    assert "max_memory" in c.left["model_init_kwargs"]
+    assert "more" in c.left["GRPOTrainer.**more"]
+
+
 def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Path) -> None:
     train, held_out, file = (tmp_path / name for name in ("train.jsonl", "val.jsonl", "run.sh"))
     file.write_text(f"main_ppo data.train_files={train} data.val_files={held_out}")
@@ -728,7 +817,8 @@ def test_a_command_of_openrlhf_in_quotes_is_read(tmp_path: Path) -> None:
     file.write_text(
         dedent(
             """
-            MORE="--rollout.n_samples_per_prompt 4 --train.seed 7"
+            MORE="--rollout.n_samples_per_prompt 4"
+            MORE+=" --train.seed 7"
             srun -w "$node" bash -c \\
             "pip install ray && ray job submit --runtime-env-json='{\\"pip\\": \\"x\\"}' \\
                 -- python3 -m openrlhf.cli.train_ppo_ray --data.prompt_dataset org/rows \\
