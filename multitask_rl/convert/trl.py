@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def _put_task(c: Conversion, script: Script) -> None:
     elif held_out.split.partition("[")[0] not in ("", split or "train"):
         own["eval_split"] = held_out.split.partition("[")[0]
     changes = [*([f"split {rows.split}"] if part else []), *rows.calls]
-    if changes:
+    if changes != ["shuffle"] * len(changes):  # rows are shuffled here anyway
         c.left["train_dataset"] = (
             f"the script changes the rows ({', '.join(changes)}); save the changed ones with "
             "dataset.to_json('rows.jsonl') and give --dataset rows.jsonl"
@@ -452,7 +453,9 @@ def _put_run(c: Conversion, script: Script) -> None:
     c.carry("optimizer.adam_eps", "adam_epsilon", float)
     c.carry("optimizer.weight_decay", "weight_decay", float)
     c.carry("optimizer.max_grad_norm", "max_grad_norm", float)
-    if not str(c.get("optim")).startswith("adamw"):
+    if re.fullmatch("(paged_)?adamw.*8bit", str(c.get("optim"))):
+        c.put("optimizer.moments", "int8", "optim")
+    elif not str(c.get("optim")).startswith("adamw"):
         c.leave("optim", f"{c.get('optim')!r}: the optimizer is AdamW")
     if c.get("sync_ref_model"):
         updates = c.run["batch.num_minibatches"] * c.run["batch.num_epochs"]

@@ -102,6 +102,10 @@ REASONS: Mapping[str, str] = {
     r"actor_rollout_ref.actor\..*": "no counterpart in the loss of the algorithms here",
     r"actor_rollout_ref.rollout\.multi_turn\..*|actor_rollout_ref.rollout\.agent\..*|"
     r"data\.(tool|function_tool).*": ("turns and tools: environment of a task (docs/environments.md)"),
+    r"actor_rollout_ref.rollout\.val_kwargs\..*": (
+        "held-out prompts have a temperature of their own (eval.temperature), else the keys of training: "
+        "rollout.top_p, rollout.top_k"
+    ),
     r"actor_rollout_ref.rollout\..*": "the engine has its own keys: rollout.engine_config",
     r"actor_rollout_ref.model\.custom_chat_template": "a file chat_template.jinja in the model's directory",
     r"actor_rollout_ref.model\..*": "no counterpart for the model",
@@ -125,6 +129,8 @@ REASONS: Mapping[str, str] = {
     r"trainer\.(log_val.*|.*_data_dir)": (
         "responses are written to rollouts.jsonl (tracking.store_rollouts)"
     ),
+    r"trainer\.val_before_train": "held-out prompts are evaluated at the start and the end, always",
+    r"trainer\.val_only": "`multitask-rl eval` evaluates without training",
     r"trainer\.critic_warmup": "actor and critic learn from the first step on",
     r"trainer\..*|global_profiler.*|ray_kwargs.*|transfer_queue.*|skip.*|hydra.*": "how verl runs",
 }
@@ -139,6 +145,8 @@ _ESTIMATORS: Mapping[str, str] = {
     "reinforce_plus_plus": "reinforce_pp",
     "reinforce_plus_plus_baseline": "reinforce_pp",
 }
+_CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer")
+"""verl's own configurations, which hold its defaults."""
 _MOST_SOURCES = 32
 """A file with more sources is one task."""
 _ESTIMATES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
@@ -197,7 +205,7 @@ def _overrides(file: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, st
     words, told = read_words(file, "main_ppo")
     for word in words:
         name, equals, text = word.partition("=")
-        if name == "--config-name":
+        if name == "--config-name" and text.removesuffix(".yaml") not in _CONFIGURATIONS:
             told[f"{name} {text}"] = "its options are not read; print them all with `--cfg job`, convert that"
         if not equals or "." not in name or not name.lstrip("+").replace(".", "_").isidentifier():
             continue
@@ -240,6 +248,11 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         told = "one logit of a classification model; verl may ask a generating one"
         rewards.append({"plugin": "rm_hf", "config": {"model_name": model}})
         c.note("task.rewards", "reward.reward_model.enable", "reward.reward_model.model_path", differs=told)
+    if c.get("reward.reward_manager.name") not in (None, "naive", "dapo"):
+        told = (
+            "compute_score gets one response at a time here: f(data_source, solution_str, ground_truth, ...)"
+        )
+        c.leave("reward.reward_manager.name", told)
     weights = c.weights_by_rows(files)
     for index, one in enumerate(files):
         own: dict[str, Any] = {"dataset": one}
@@ -402,7 +415,8 @@ def _put_batch(c: Conversion) -> None:
         c.put_steps(most, "trainer.total_training_steps")
         c.leave("trainer.total_epochs", "trainer.total_training_steps is given, which verl prefers")
     else:
-        rows = c.rows_of([own["dataset"] for own in c.tasks.values()])
+        # the sources of a file are tasks with one data set
+        rows = c.rows_of(dict.fromkeys(own["dataset"] for own in c.tasks.values()))
         passes = c.get("trainer.total_epochs")
         c.put_steps(None if rows is None else rows // prompts * passes, "trainer.total_epochs")
 

@@ -160,11 +160,13 @@ class VerlReward(ForeignReward):
             truth = nested["ground_truth"]
         else:
             truth = _column(row, self.columns or ("ground_truth", "reference", "answer"))
+        # verl counts the prompt, each answer and what the world says to it
+        added = {"num_turns": 2 * max(1, len(rollout.turns)), "rollout_reward_scores": {}}
         value = self.function(
             data_source=row.get("data_source", rollout.task),
             solution_str=rollout.response,
             ground_truth=truth,
-            extra_info=row.get("extra_info", {}),
+            extra_info={**(row.get("extra_info") or {}), **added},
             **self.config.arguments,
         )
         return self._loop.value_of(value)

@@ -605,6 +605,37 @@ def test_a_rounded_number_of_steps_is_told(tmp_path: Path) -> None:
     assert not told["checkpoint.every = 2"]
 
 
+def test_a_pass_of_verl_counts_each_row_once_though_its_sources_are_tasks(tmp_path: Path) -> None:
+    train, file = tmp_path / "train.jsonl", tmp_path / "run.sh"
+    rows = [{"prompt": "a", "data_source": source} for source in "abc" * 4]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text(f"main_ppo data.train_files={train} data.train_batch_size=4 trainer.total_epochs=2\n")
+    c = convert_verl(file, reward="exact_match")
+    assert len(c.tasks) == 3
+    assert c.run["max_steps"] == 2 * 12 // 4
+
+
+def test_managers_and_defaults_of_verl_are_told_by_what_they_mean(tmp_path: Path) -> None:
+    c = verl(
+        tmp_path,
+        "--config-name=ppo_trainer",
+        "reward.reward_manager.name=batch",
+        "trainer.val_before_train=False",
+        "actor_rollout_ref.rollout.val_kwargs.top_p=0.7",
+    )
+    assert "one response" in c.left["reward.reward_manager.name"]
+    assert "start" in c.left["trainer.val_before_train"]
+    assert "rollout.top_p" in c.left["actor_rollout_ref.rollout.val_kwargs.top_p"]
+    assert not any(name.startswith("--config-name") for name in c.left)
+    assert "reward.reward_manager.name" not in verl(tmp_path, "reward.reward_manager.name=dapo").left
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "paged_adamw_8bit", "adamw_bnb_8bit"])
+def test_moments_of_eight_bits_stay_so(tmp_path: Path, name: str) -> None:
+    assert trl(tmp_path, optim=name).run["optimizer.moments"] == "int8"
+    assert "optimizer.moments" not in trl(tmp_path, optim="adamw_torch").run
+
+
 def test_shares_of_verl_s_files_stay_as_they_are(tmp_path: Path) -> None:
     """verl draws every row equally often during the whole run. An edit of one task changes no other task."""
     for name, number in (("a", 6), ("b", 2)):

@@ -311,6 +311,17 @@ def test_a_function_of_trl_without_a_return_is_told(tmp_path: Path) -> None:
         reward.score([make_rollout("4", row={})])
 
 
+def test_a_verl_function_is_told_the_number_of_turns(tmp_path: Path) -> None:
+    (tmp_path / "turns.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    extra_info['mine'] = 1\n"
+        "    return extra_info['num_turns'] + len(extra_info['rollout_reward_scores'])\n"
+    )
+    row = {"ground_truth": "", "extra_info": {"index": 3}}
+    assert values(f"verl:{tmp_path}/turns.py:compute_score", [make_rollout(row=row)] * 2) == [2.0, 2.0]
+    assert row["extra_info"] == {"index": 3}
+
+
 def test_verl_functions_run_unchanged() -> None:
     file = FOREIGN / "verl_rewards.py"
     row = {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": "72"}, "extra_info": {"index": 3}}
