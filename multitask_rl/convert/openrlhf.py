@@ -114,6 +114,8 @@ BEFORE: Mapping[str, str] = {
     "num_episodes": "train.num_episodes",
     "max_epochs": "train.max_epochs",
     "seed": "train.seed",
+    "wandb_project": "logger.wandb.project",
+    "wandb_run_name": "logger.wandb.run_name",
     "eval_dataset": "eval.dataset",
     "eval_split": "eval.split",
     "eval_steps": "eval.steps",
@@ -545,4 +547,6 @@ def _put_run(c: Conversion) -> None:
     c.put("checkpoint.every", max(0, c.get("ckpt.save_steps")), "ckpt.save_steps")
     c.carry("checkpoint.keep", "ckpt.max_num")
     c.carry("output_dir", "ckpt.output_dir")
+    c.carry_if_set("tracking.experiment", "logger.wandb.project")
+    c.carry_if_set("tracking.run_name", "logger.wandb.run_name")
     c.put("guard.enabled", False)

@@ -145,8 +145,8 @@ _SCORES = {
     "strict": {(True, True): 1.0, (True, False): -1.0, (False, True): -1.0, (False, False): -1.0},
 }
 _MISSING = """
-def reward_{name}(response, row):
-    raise NotImplementedError("write here what {worker} of ROLL does: the reward of `response` to `row`")
+def reward_{name}(response, **row):
+    raise NotImplementedError("write what {worker} of ROLL does: the reward of `response`; `row`: columns")
 """
 
 

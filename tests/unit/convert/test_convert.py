@@ -594,7 +594,10 @@ def test_a_value_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
 def test_names_of_runs_are_taken_over(tmp_path: Path) -> None:
     assert trl(tmp_path, run_name="first").run["tracking.run_name"] == "first"
     c = verl(tmp_path, "trainer.project_name=grpo", "trainer.experiment_name=first")
-    assert (c.run["tracking.experiment"], c.run["tracking.run_name"]) == ("grpo", "first")
+    named = ("--logger.wandb.project grpo", "--logger.wandb.run_name first")
+    before = ("--wandb_project grpo", "--wandb_run_name first")
+    for one in (c, openrlhf(tmp_path, *named), openrlhf(tmp_path, *before)):
+        assert (one.run["tracking.experiment"], one.run["tracking.run_name"]) == ("grpo", "first")
 
 
 def test_a_rounded_number_of_steps_is_told(tmp_path: Path) -> None:

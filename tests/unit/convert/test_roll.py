@@ -15,11 +15,14 @@ from multitask_rl.algorithms.base import CreditBatch
 from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 from multitask_rl.algorithms.policy_loss import clipped_surrogate
 from multitask_rl.algorithms.reinforce_pp import ReinforcePP
+from multitask_rl.config.task import RewardSpec
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.convert.conversion import Conversion
 from multitask_rl.convert.roll import convert_roll
 from multitask_rl.data import load_rows
 from multitask_rl.errors import ConfigError
+from multitask_rl.scoring.adapt import resolve_reward
+from multitask_rl.testing import make_rollout
 from multitask_rl_rewards.code_evaluator import CodeEvaluator
 
 WORKERS = "roll.pipeline.rlvr.rewards"
@@ -297,4 +300,13 @@ def test_programs_have_tests_that_the_sandbox_runs_and_others_are_told(tmp_path:
     (entry,) = c.tasks["code"]["rewards"]
     assert CodeEvaluator.Config(**entry["config"]).all_or_nothing
     assert "Own has no counterpart" in c.left["rewards.own.worker_cls"]
-    assert "def reward_own(response, row)" in c.files["rewards.py"]
+    assert "def reward_own(response, **row)" in c.files["rewards.py"]
+
+
+def test_the_function_to_write_for_a_worker_gets_the_row(tmp_path: Path) -> None:
+    worker = "roll.rewards.GeneralRuleRewardWorker"
+    c = roll(tmp_path, rewards={**REWARDS, "choice": {**REWARDS["choice"], "worker_cls": worker}})
+    text = c.files["rewards.py"].replace("raise", "return float(row['id'] == 'q1')\n    raise")
+    (tmp_path / "rewards.py").write_text(text)
+    reward = resolve_reward(RewardSpec(plugin=f"{tmp_path}/rewards.py:reward_choice"), "choice")
+    assert reward.score([make_rollout("4", row={"id": "q1", "messages": []})]) == [1.0]
