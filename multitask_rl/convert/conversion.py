@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,16 @@ class Conversion:
             except DataError:
                 return None
         return total or None
+
+    def count_values(self, dataset: str, column: str) -> Counter[str]:
+        """Count the rows of a file by a column's text; none if a row lacks it, or the file cannot be read."""
+        try:
+            rows = read_file(dataset) if is_file(Path(dataset)) else ()
+            found = [row.get(column) for row in rows]
+        except DataError:  # told later
+            return Counter()
+        known = [value for value in found if isinstance(value, str)]
+        return Counter(known if len(known) == len(found) else ())
 
     def weights_by_rows(self, datasets: Sequence[str]) -> list[float] | None:
         """Return weights that draw the rows of all data sets alike; None if their rows are not known."""

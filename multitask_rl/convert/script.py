@@ -171,6 +171,15 @@ class _Reader:
         return Rows()
 
     def rewards(self, node: ast.expr, script: Script) -> None:
+        name = node.id if isinstance(node, ast.Name) else ""
+        more = [
+            one
+            for one in ast.walk(self._tree)
+            if (isinstance(one, ast.AugAssign) and ast.unparse(one.target) == name)
+            or (isinstance(one, ast.Call) and ast.unparse(one.func).startswith(f"{name}."))
+        ]
+        if name and more:
+            script.computed["GRPOTrainer.reward_funcs"] = "; ".join(map(ast.unparse, more))
         node = self.resolve(node)
         own: dict[str, str] = {}
         for index, item in enumerate(node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]):

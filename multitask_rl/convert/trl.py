@@ -155,7 +155,7 @@ def convert_trl(
     if reward:
         script.rewards, script.rewards_file = [reward], ""
     c = Conversion(SOURCE, script.options, DEFAULTS, REASONS, computed=script.computed, num_rows=num_rows)
-    c.need(script.rows.dataset, "data set", "--dataset", str(file), "GRPOTrainer.train_dataset")
+    c.need(script.rows.dataset, "data set", "--dataset", str(file), "GRPOTrainer.train_dataset", "datasets")
     c.need(script.rewards, "reward", "--reward", str(file))
     _put_task(c, script)
     _put_algorithm(c)
@@ -169,7 +169,10 @@ def _script_of_options(file: Path) -> Script:
     """Read the options of ``trl grpo --config``, those of the model and the data among them."""
     values, _ = load_yaml(file)
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{file}: expected a mapping of option to value, or a Python script (.py)")
+        raise ConfigError(
+            f"{file}: expected options as a mapping (those of a command line are not read: write them into a "
+            "YAML file, as for `trl grpo --config`), or a Python script (.py)"
+        )
     options = {str(key): value for key, value in values.items()}
     names = options.pop("reward_funcs", None) or []
     rewards = [
@@ -209,6 +212,11 @@ def _put_task(c: Conversion, script: Script) -> None:
             f"the script changes the rows ({', '.join(changes)}); save the changed ones with "
             "dataset.to_json('rows.jsonl') and give --dataset rows.jsonl"
         )
+    tags = sorted(c.count_values(rows.dataset, "task"))
+    if len(tags) > 1:
+        own["select"] = {"task": tags}
+        told = "rows of all values are one task, as in TRL; a task for each value may have its own rewards"
+        c.note("task.select", "column task", differs=told)
     weights = c.get("reward_weights") or [1.0] * len(script.rewards)
     if len(weights) != len(script.rewards):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(script.rewards)} rewards")

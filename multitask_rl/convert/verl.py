@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.config.checks import is_file
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.convert.conversion import Conversion, task_name
 from multitask_rl.convert.shell import read_value, read_words, told_of
-from multitask_rl.data.readers import read_file
-from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.errors import ConfigError
 
 SOURCE = "verl 0.9 (main_ppo)"
 _A, _R, _M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -261,7 +259,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
         if len(files) > 1:
             own["weight"] = weights[index] if weights else 1.0
         name = str(Path(one).parent.name if Path(one).stem == "train" else one)
-        sources = _sources(one)
+        sources = c.count_values(one, "data_source")
         if not 1 < len(sources) <= _MOST_SOURCES:
             c.tasks[task_name(name, c.tasks)] = {**own, "rewards": rewards}
             if len(sources) > 1:
@@ -269,7 +267,7 @@ def _put_tasks(c: Conversion, file: Path, dataset: str, reward: str) -> None:
             continue
         c.note("task.select", "column data_source", differs=f"{one} becomes a task for each of its sources")
         share = own.get("weight", float(sources.total())) / sources.total()
-        known = _sources(own["eval_dataset"]) if "eval_dataset" in own else {}
+        known = c.count_values(own["eval_dataset"], "data_source") if "eval_dataset" in own else {}
         for source, number in sorted(sources.items()):
             part = {**own, "select": {"data_source": source}, "weight": share * number}
             if "eval_dataset" in own and source not in known:
@@ -491,17 +489,6 @@ def _put_run(c: Conversion) -> None:
         c.carry_if_set(f"tracking.{key}", f"trainer.{option}")
     c.put_trackers("trainer.logger")
     c.put("guard.enabled", False)
-
-
-def _sources(dataset: str) -> Counter[str]:
-    """Count the rows of a file by source; none if a row has no source, or the file cannot be read."""
-    try:
-        rows = read_file(dataset) if is_file(Path(dataset)) else ()
-        found = [row.get("data_source") for row in rows]
-    except DataError:  # told later
-        return Counter()
-    known = [source for source in found if isinstance(source, str)]
-    return Counter(known if len(known) == len(found) else ())
 
 
 def _list(value: Any) -> list[str]:

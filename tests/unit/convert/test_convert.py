@@ -530,6 +530,46 @@ def test_options_that_come_from_a_command_line_are_told(tmp_path: Path) -> None:
     assert "model.model_name_or_path" in c.left["GRPOTrainer.model"]
 
 
+def test_rewards_that_a_script_adds_to_their_list_are_told(tmp_path: Path) -> None:
+    c = script_of_trl(
+        tmp_path,
+        """
+        rewards = [good]
+        rewards.append(better)
+        rewards += [best]
+        rows = load_dataset("org/rows", split="train")
+        GRPOTrainer(model="M", reward_funcs=rewards, args=GRPOConfig(), train_dataset=rows)
+        """,
+    )
+    told = c.left["GRPOTrainer.reward_funcs"]
+    assert "rewards.append(better)" in told
+    assert "rewards += [best]" in told
+
+
+def test_rows_of_trl_that_carry_names_of_tasks_stay_one_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{i}", "solution": "1", "task": ("math", "chat")[i % 2]} for i in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "grpo.yaml").write_text("dataset_name: rows.jsonl\n")
+    c = convert_trl(tmp_path / "grpo.yaml", reward="exact_match")
+    c.write(tmp_path / "out")
+    (task,) = load_tasks(tmp_path / "out" / "tasks.yaml").values()
+    assert sum(len(load_rows(task, split)) for split in ("train", "eval")) == 20
+    assert any(option == "column task" and "a task for each" in differs for option, _, differs in c.taken)
+
+
+def test_a_launch_script_of_trl_is_answered_by_what_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "launch.sh"
+    file.write_text("accelerate launch grpo.py --beta 0.1\n")
+    with pytest.raises(ConfigError, match=r"command line .*YAML.*Python script"):
+        convert_trl(file)
+    (tmp_path / "grpo.yaml").write_text("datasets: [{path: org/a}]\n")
+    with pytest.raises(ConfigError, match=r"no data set .*datasets is .*org/a"):
+        convert_trl(tmp_path / "grpo.yaml")
+
+
 def test_a_data_set_that_no_file_holds_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no data set .*interleave_datasets\(\[math, code\]\).*--dataset"):
         script_of_trl(
