@@ -322,15 +322,17 @@ class Episodes:
         episode.following.messages = [dict(m) for m in opening.messages]
         self._limit(episode, opening)
 
-    def _limit(self, episode: Episode, said: Opening | StepResult) -> None:
+    def _limit(self, episode: Episode, *said: Opening | StepResult) -> None:
         """Take the world's limits on the next answer; ``DataError`` for stop strings beside a grammar."""
-        if said.stop and episode.slot.sampling.grammar:
-            told = ", ".join(map(repr, said.stop))
+        stop = tuple(text for own in said for text in own.stop)
+        if stop and episode.slot.sampling.grammar:
+            told = ", ".join(map(repr, stop))
             raise DataError(
                 f"task {episode.slot.task!r}: the environment gives the stop strings {told}, and the task "
                 "has a grammar, which decides where an answer ends; leave one of them out"
             )
-        episode.max_tokens, episode.stop = said.max_tokens, tuple(said.stop)
+        episode.max_tokens = min((own.max_tokens for own in said if own.max_tokens > 0), default=0)
+        episode.stop = stop
 
     def _hear(self, episode: Episode, said: StepResult) -> bool:
         """Take the world's reply; return whether the actor answers again, else end the episode.
@@ -344,9 +346,9 @@ class Episodes:
         turn.info, turn.reward = dict(said.info), said.reward
         episode.num_calls += sum(said.info.get("tool_calls", {}).values())
         is_cut = False
-        next_answer = said.anew or said
+        messages = (said.anew or said).messages
         most = self._actor.max_length * MOST_CHARACTERS
-        if not said.done and 0 < most < _num_characters(next_answer.messages):
+        if not said.done and 0 < most < _num_characters(messages):
             is_cut = True
         elif not said.done:
             if said.anew is None:
@@ -361,10 +363,10 @@ class Episodes:
                 num_tokens=0,
                 given_ids=given,
                 context_ids=context,
-                messages=[dict(m) for m in next_answer.messages],
+                messages=[dict(m) for m in messages],
             )
             episode.context_ids = [*episode.context_ids, *given] if context is None else context
-            self._limit(episode, next_answer)
+            self._limit(episode, said, *([said.anew] if said.anew else []))
             # a world with tools refuses calls beyond the limit; another may report more
             out_of_calls = 0 < spec.max_tool_calls < episode.num_calls
             is_cut = episode.number >= spec.max_turns or out_of_calls or self._room(episode) < 1

@@ -34,7 +34,10 @@ MULTIPLIER = {
 }
 ACTING = 0.04
 """Part of the cases whose guard acts."""
-STREAM, CURRICULA = 50, 2
+STOPPED = 0.3
+"""... with stop strings, or worlds that limit answers."""
+ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
+STREAM, CURRICULA, WORDS = 50, 2, 46
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
@@ -64,6 +67,10 @@ class Case:
     """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
     resumed_after_rollback: bool = False
     """The same after its first rollback."""
+    spelled: list[str] = field(default_factory=list)
+    """Texts that responses hold often."""
+    limiting: dict[str, list[str]] = field(default_factory=dict)
+    """Task whose world limits the next answer at times -> texts that it ends it with."""
     collapsed: list[int] = field(default_factory=list)
     """Versions of the weights whose responses are bad."""
     arithmetic: str = "float64"
@@ -84,6 +91,8 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _more(case)
         if random.Random(f"chosen{CURRICULA} {seed}").random() < 0.5:
             _chosen(case)
+    if with_more and random.Random(f"stops{WORDS} {seed}").random() < STOPPED:
+        _stops(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     return case
@@ -196,6 +205,27 @@ def _more(case: Case) -> None:
     ]
     settings.watched = [name for name in settings.watched if name in known]
     settings.watched += [f"{a.name}/kl" for a in settings.anchors if a.has_kl and rng.random() < 0.5]
+
+
+def _stops(case: Case) -> None:
+    """Let texts end responses: of the run, of a task, or of a world."""
+    rng, settings = random.Random(f"stopped{WORDS} {case.seed}"), case.settings
+    texts = rng.sample(ENDS, rng.choice([2, 3, 4]))
+    case.spelled = ["<pad>" if text == "d>" else text for text in texts]
+
+    def some() -> tuple[str, ...]:
+        return tuple(rng.sample(texts, rng.choice([1, 1, 2])))
+
+    settings.stop = some() if rng.random() < 0.5 else ()
+    for owner in [*settings.tasks, *settings.anchors]:
+        owner.stop = settings.stop
+        if isinstance(owner, Task):
+            if owner.grammar:
+                owner.stop = ()
+            elif rng.random() < 0.5:
+                owner.stop = some() if rng.random() < 0.8 else ()
+            if owner.max_turns and rng.random() < 0.6:
+                case.limiting[owner.name] = [] if owner.grammar else texts
 
 
 def _chosen(case: Case) -> None:

@@ -410,6 +410,13 @@ def _compare_records(what: str, found: Sequence[Scored], expected: Sequence[Atte
             yield f"{what} {a.name}: failed, refused {failed, s.rollout.rejected}, {a.failed, a.refused}"
         if s.rollout.response_ids != a.ids or s.rollout.policy_version != a.version:
             yield f"{what} {a.name}: response of version {s.rollout.policy_version}, reference {a.version}"
+        if not a.failed and a.answers[0].logprobs:
+            turns = s.rollout.turns or [s.rollout]
+            found = [(turn.response, turn.finish_reason) for turn in turns]
+            own = [(answer.text, answer.finish) for answer in a.answers]
+            if (found, s.rollout.response, s.rollout.finish_reason) != (own, own[-1][0], a.finish):
+                said = [*found, (s.rollout.response, s.rollout.finish_reason)]
+                yield f"{what} {a.name}: text and end {said}, reference {own}, {a.finish}"
         yield from _compare_number(f"{what} {a.name} reward", s.reward, a.reward)
         for name, result in s.breakdown.items():
             yield from _compare_number(f"{what} {a.name} {name}", _value(result), _plain(a.values.get(name)))

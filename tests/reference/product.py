@@ -75,6 +75,9 @@ class ScriptedEngine(FakeEngine):
     """By grammar."""
     collapsed: Sequence[int] = ()
     """Versions that are."""
+    spelled: Sequence[str] = ()
+    decode: Callable[[Sequence[int]], str] = staticmethod(str)
+    """Special tokens are text."""
     fingerprint: Callable[[], float] = staticmethod(float)
     """Of the actor's weights; ``speakers``: which version had them last."""
     speakers: ClassVar[dict[float, int]] = {}
@@ -100,8 +103,13 @@ class ScriptedEngine(FakeEngine):
         sentences = self.sentences[own.grammar] if own.grammar else None
         is_collapsed = version in self.collapsed
         prompt, most = list(request.prompt_ids), own.max_new_tokens
-        said = world.respond(prompt, seed, version, most, sentences, is_collapsed)
-        return Generation(response_ids=said.ids, rollout_logprobs=said.logprobs, finish_reason=said.finish)
+        said = world.respond(prompt, seed, version, most, sentences, is_collapsed, self.spelled)
+        ids, reason = said.ids, said.finish
+        for length in range(1, len(ids) + 1 if own.stop else 0):
+            if any(text in self.decode(ids[:length]) for text in own.stop):
+                ids, reason = ids[:length], "stop"
+                break
+        return Generation(response_ids=ids, rollout_logprobs=said.logprobs[: len(ids)], finish_reason=reason)
 
 
 class Held:
@@ -318,7 +326,7 @@ class Product:
             seed=case.seed,
             model=model,
             critic=CriticConfig(trunk=settings.critic_trunk, learning_rate=settings.critic_learning_rate),
-            rollout=RolloutConfig(max_new_tokens=5, max_staleness=settings.max_staleness),
+            rollout=RolloutConfig(max_new_tokens=5, max_staleness=settings.max_staleness, stop=settings.stop),
             batch=BatchConfig(
                 num_minibatches=settings.num_minibatches,
                 num_epochs=settings.num_epochs,
@@ -367,6 +375,8 @@ class Product:
             {
                 "sentences": {json.dumps(t.grammar): t.sentences for t in settings.tasks if t.grammar},
                 "collapsed": case.collapsed,
+                "spelled": case.spelled,
+                "decode": staticmethod(actor.tokenizer.decode),
                 "fingerprint": staticmethod(self.fingerprint),
                 "speakers": self.speakers,
             },
@@ -596,8 +606,8 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
     return [
         {
             "id": i,
-            "prompt": world.heard(world.prompt_ids(case.seed, task, i)),
-            "answer": world.heard(world.answer_ids(case.seed, task, i)),
+            "prompt": world.text_of(world.prompt_ids(case.seed, task, i)),
+            "answer": world.text_of(world.answer_ids(case.seed, task, i)),
             "grade": world.grade(case.seed, task, i),
             "number": world.difficulty(case.seed, task, i),
             "length": world.length(case.seed, task, i),
@@ -671,7 +681,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
             "temperature": task.temperature,
             "top_k": task.top_k,
             "top_p": task.top_p,
-        },
+        }
+        | ({"stop": list(task.stop)} if task.stop != case.settings.stop else {}),
     }
     if task.curriculum:
         given["curriculum"] = asdict(task.curriculum)
@@ -680,6 +691,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
     if task.max_turns:
         given["environment"] = "reference.scripted:Talk"
         given["environment_config"] = {"world": case.seed, "task": task.name}
+        if task.name in case.limiting:
+            given["environment_config"]["ends"] = case.limiting[task.name]
         given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
     if task.type == "distill":
         given["teacher"] = teacher
@@ -790,6 +803,9 @@ class Words:
     def given(self, task: str, draw: int) -> list[int]:
         return world.answer_ids(self.case.seed, task, self.row(task, draw))
 
+    def spell(self, token: int) -> tuple[str, bool]:
+        return world.VOCABULARY[token], token in (world.PAD, world.EOS)
+
     def write(
         self,
         task: str,
@@ -803,18 +819,28 @@ class Words:
         turns = [turn] if turn else []
         seed = derive_seed(self.case.seed, purpose or self.purpose, task, *place, *turns)
         sentences = {t.name: t.sentences for t in self.case.settings.tasks}.get(task)
-        said = world.respond(context, seed, version, most, sentences, version in self.case.collapsed)
+        is_collapsed = version in self.case.collapsed
+        said = world.respond(context, seed, version, most, sentences, is_collapsed, self.case.spelled)
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         episode = derive_seed(self.case.seed, self.purpose, task, *place, "world")
         seed = derive_seed(episode, tried) % 2**32
-        text = world.heard(said[-1].ids) if said else ""
-        own = world.reply(self.case.seed, task, self.row(task, place[0]), seed, len(said), text)
+        ends, text = self.case.limiting.get(task), said[-1].text if said else ""
+        if said and ends is not None:
+            text = world.with_usage(text, said[-1].finish, len(said[-1].context), len(said[-1].ids))
+        own = world.reply(self.case.seed, task, self.row(task, place[0]), seed, len(said), text, ends)
         ids = [world.VOCABULARY.index(c) for c in own.text]
         if said and not own.is_anew:  # the ends of lines, for which there is no token
             ids = [world.UNKNOWN, *ids, world.UNKNOWN]
-        return Said(ids=ids, is_anew=own.is_anew, is_done=own.is_done, reward=own.reward, fails=own.fails)
+        return Said(
+            ids=ids,
+            is_anew=own.is_anew,
+            is_done=own.is_done,
+            reward=own.reward,
+            fails=own.fails,
+            limits=own.limits,
+        )
 
 
 def given_of(case: Case, product: Product) -> Given:

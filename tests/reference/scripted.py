@@ -6,7 +6,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.environments.base import Opening, StepResult, World
 from multitask_rl.errors import DataError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Score, Verdict
-from reference.world import FAILED, Reply, Sample, Script, answer, read_answer, reply
+from reference.world import FAILED, Reply, Sample, Script, answer, read_answer, reply, with_usage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -95,29 +95,40 @@ class Constraint(_Scripted):
 class Talk(World):
     """The world of an episode."""
 
-    def __init__(self, world: int, task: str, seed: int = 0):
-        self.name, self.episode, self.turn = (world, task), seed, 0
+    def __init__(self, world: int, task: str, seed: int = 0, ends: list[str] | None = None):
+        self.name, self.episode, self.turn, self.ends = (world, task), seed, 0, ends
 
     def reset(self, row):
         self.row = row["id"]
-        return Opening(suffix=self.hear("").text)
+        said = self.hear("")
+        return Opening(suffix=said.text, **limit(said.limits[0]))
 
     def step(self, message):
         self.turn += 1
-        said = self.hear(message["content"])
-        own = {"done": said.is_done, "reward": said.reward}
+        text = message["content"]
+        if self.ends is not None:
+            usage = message["usage"]
+            numbers = usage["prompt_tokens"], usage["completion_tokens"]
+            text = with_usage(text, message["finish_reason"], *numbers)
+        said = self.hear(text)
+        own = {"done": said.is_done, "reward": said.reward} | limit(said.limits[0])
         if said.is_done:
             return StepResult(**own)
         words = [{"role": "user", "content": said.text}]
         if said.is_anew:
-            return StepResult(anew=Opening(messages=words, is_whole=True), **own)
+            return StepResult(anew=Opening(messages=words, is_whole=True, **limit(said.limits[1])), **own)
         return StepResult(messages=words, **own)
 
     def hear(self, text) -> Reply:
-        said = reply(*self.name, self.row, self.episode, self.turn, text)
+        said = reply(*self.name, self.row, self.episode, self.turn, text, self.ends)
         if said.fails:
             raise RuntimeError("scripted")
         return said
+
+
+def limit(own):
+    stop, most = own
+    return {"stop": stop, "max_tokens": most}
 
 
 __all__ = ["Constraint", "DataError", "Reward", "Talk"]

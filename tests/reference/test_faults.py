@@ -24,6 +24,7 @@ from multitask_rl.statistics import definitions
 from multitask_rl.step import episodes, refill, task_state
 from multitask_rl.step import metrics as step_metrics
 from multitask_rl.step.metrics import StepReport
+from multitask_rl.step.stages import RolloutStage
 from multitask_rl.training import runner
 from multitask_rl.training.credit import CreditAssigner
 from multitask_rl.training.critic import Critic
@@ -359,6 +360,20 @@ def the_kl_of_an_anchor_is_turned_around(patch):
     patch.setattr(runner, "exact_kl", lambda p, q: real(q, p))
 
 
+def texts_keep_what_stopped_them(patch):
+    patch.setattr(RolloutStage, "_text", lambda self, slot, ids, also=(): self._shown(ids))
+
+
+def texts_of_a_world_replace_those_of_the_task(patch):
+    real = episodes.Episodes.sampling
+
+    def sampling(self, episode):
+        found = real(self, episode)
+        return replace(found, stop=episode.stop or found.stop)
+
+    patch.setattr(episodes.Episodes, "sampling", sampling)
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -453,6 +468,10 @@ FAULTS = {
     what_no_one_could_judge_is_drawn_on: draws_by("pass_rate", "number", "grade"),
     the_first_answer_wins: lambda case: (
         evaluates()(case) and any(script.answers for script in case.scripts.values())
+    ),
+    texts_keep_what_stopped_them: lambda case: any(t.stop for t in case.settings.tasks),
+    texts_of_a_world_replace_those_of_the_task: lambda case: any(
+        case.limiting.get(t.name) and t.stop and t.max_turns > 1 for t in case.settings.tasks
     ),
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }

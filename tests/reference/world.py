@@ -2,7 +2,9 @@
 
 import math
 import random
-from dataclasses import dataclass, field
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 VOCABULARY = ["<pad>", "<eos>", *"0123456789abcdefghijklmnopqrst"]
 PAD, EOS = 0, 1
@@ -22,6 +24,11 @@ class Response:
     logprobs: list[float]
     """Of the engine that sampled it: close to the trainer's, not equal."""
     finish: str
+
+
+def tokens(text: str) -> list[int]:
+    """Token ids of a text that may hold special tokens."""
+    return [VOCABULARY.index(token) for token in re.findall("<\\w+>|.", text)]
 
 
 def prompt_ids(seed: int, task: str, row: int) -> list[int]:
@@ -61,13 +68,16 @@ def respond(
     limit: int,
     sentences: list[list[int]] | None = None,
     is_collapsed: bool = False,
+    spelled: Sequence[str] = (),
 ) -> Response:
-    """Tokens by chance; with a grammar, prefixes of its ``sentences``."""
+    """Tokens by chance, among them the texts ``spelled``; with a grammar, prefixes of its ``sentences``."""
     rng = stream("response", tuple(prompt), seed, version)
     ids: list[int] = []
     while len(ids) < limit:
         if not ids and is_collapsed and sentences is None and rng.random() < 0.9:
             ids.append(BAD)
+        elif spelled and sentences is None and rng.random() < 0.25:
+            ids += tokens(rng.choice(spelled))
         elif sentences is None:
             ids.append(EOS if rng.random() < 0.2 else rng.randrange(2, len(VOCABULARY)))
         else:
@@ -75,6 +85,7 @@ def respond(
             ids.append(rng.choice(sorted({s[len(ids)] if len(s) > len(ids) else EOS for s in longer})))
         if ids[-1] == EOS:
             break
+    ids = ids[:limit]
     logprobs = [-math.log(len(VOCABULARY)) + rng.gauss(0.0, 0.7) for _ in ids]
     return Response(ids, [min(x, 0.0) for x in logprobs], "stop" if ids[-1] == EOS else "length")
 
@@ -88,13 +99,27 @@ class Reply:
     is_done: bool = False
     reward: float | None = None
     fails: bool = False
+    limits: tuple[tuple[tuple[str, ...], int], ...] = (((), 0), ((), 0))
+    """Of the next answer, texts that end it and its most tokens: of the reply, and of what begins anew."""
 
 
-def reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) -> Reply:
+def reply(
+    seed: int, task: str, row: int, episode: int, turn: int, heard: str, ends: Sequence[str] | None = None
+) -> Reply:
     """The world's words after the answer ``heard``; before the first answer (turn 0) what it says first.
 
-    ``episode`` is the seed of its world.
+    ``episode`` is the seed of its world. With ``ends`` it limits the next answer at times.
     """
+    said = _reply(seed, task, row, episode, turn, heard)
+    if ends is None:
+        return said
+    rng = stream(seed, "limits", task, row, episode, turn, heard)
+    stops = [(), (), *((text,) for text in ends)]
+    limits = [(rng.choice(stops), rng.choice([0, 0, 1, 2, 9])) for _ in range(2)]
+    return replace(said, limits=(limits[0], limits[1] if said.is_anew else ((), 0)))
+
+
+def _reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) -> Reply:
     rng = stream(seed, "world", task, row, episode, turn, heard)
     text = "".join(rng.choice(VOCABULARY[2:]) for _ in range(rng.randint(1, 4)))
     if rng.random() < 0.08:
@@ -106,9 +131,14 @@ def reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) -
     return Reply(text=text, is_anew=end < 0.25, is_done=0.25 <= end < 0.5, reward=reward)
 
 
-def heard(ids: list[int]) -> str:
-    """An answer as its world reads it."""
+def text_of(ids: list[int]) -> str:
+    """Tokens as text, without special ones."""
     return "".join(VOCABULARY[i] for i in ids if i not in (PAD, EOS))
+
+
+def with_usage(text: str, finish: str, read: int, written: int) -> str:
+    """An answer as a world hears it that also looks at why it ended, and at numbers of tokens."""
+    return f"{text} {finish} {read} {written}"
 
 
 FAILED = "failed"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from .records import Answer, Attempt
 from .settings import FAILED, Asked, Settings, Task
+from .words import ended
 
 MOST_TRIES = 3
 """Times that an episode begins with a world that fails; then it is given up."""
@@ -24,6 +25,8 @@ class Said:
     is_done: bool = False
     reward: float | None = None
     fails: bool = False
+    limits: Sequence[tuple[Sequence[str], int]] = ()
+    """Of the next answer: texts that end it beside those of the task, and its most tokens (0 = any)."""
 
 
 class World(Protocol):
@@ -32,6 +35,10 @@ class World(Protocol):
     def prompt(self, task: str, draw: int) -> list[int]: ...
     def given(self, task: str, draw: int) -> list[int]:
         """The row's own answer, with its end token."""
+        ...
+
+    def spell(self, token: int) -> tuple[str, bool]:
+        """Return a token's text, and whether it is a special one."""
         ...
 
     def write(
@@ -43,7 +50,10 @@ class World(Protocol):
         context: list[int],
         most: int,
         purpose: str = "",
-    ) -> Answer: ...
+    ) -> Answer:
+        """Return what the policy would write if no stop string ended it."""
+        ...
+
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         """The world's reply to the answers so far; to none of them what it says first."""
         ...
@@ -164,7 +174,8 @@ def play(task: Task, place: tuple[int, int, int], version: int, world: World, co
     )
     prompt = [*control, *world.prompt(task.name, draw)]
     if not task.max_turns:
-        own.answers = [world.write(task.name, place, 0, version, prompt, task.max_new_tokens)]
+        written = world.write(task.name, place, 0, version, prompt, task.max_new_tokens)
+        own.answers = [ended(written, task.stop, world.spell)]
         own.finish = own.answers[0].finish
         return own
     for tried in range(MOST_TRIES):
@@ -179,8 +190,10 @@ def play(task: Task, place: tuple[int, int, int], version: int, world: World, co
             if own.answers and (len(own.answers) >= task.max_turns or room < 1):
                 own.finish = "length"
                 return own
-            most = min(task.max_new_tokens, room)
-            answer = world.write(task.name, place, len(own.answers), version, context, most)
+            most = min([task.max_new_tokens, room, *(own for _, own in said.limits if own)])
+            stops = [*task.stop, *(text for own, _ in said.limits for text in own)]
+            written = world.write(task.name, place, len(own.answers), version, context, most)
+            answer = ended(written, stops, world.spell)
             answer.is_anew = said.is_anew
             own.answers.append(answer)
             said = world.hear(task.name, place, tried, own.answers)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 Weights = Mapping[str, Tensor]
 LORA_ALPHA = 32.0
+PAD = 0
 
 
 def merged(weights: Weights) -> Weights:
@@ -39,7 +40,8 @@ def _rotate(x: Tensor) -> Tensor:
 
 def hidden_states(weights: Weights, ids: Tensor, num_heads: int, num_kv: int) -> Tensor:
     """Return the last hidden states [B, T, H] of ``ids`` [B, T]."""
-    x = weights["model.embed_tokens.weight"][ids]
+    # as everywhere with transformers, no gradient trains the padding token as an input
+    x = torch.nn.functional.embedding(ids, weights["model.embed_tokens.weight"], padding_idx=PAD)
     rows, length, width = x.shape
     size = width // num_heads
     future = torch.ones(length, length, dtype=torch.bool).triu(1)

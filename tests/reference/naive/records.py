@@ -21,6 +21,8 @@ class Answer:
     finish: str
     is_anew: bool = False
     """Its context is not what was before, as the world began the conversation anew."""
+    text: str = ""
+    """As worlds and rewards read it."""
 
 
 @dataclass(kw_only=True)

@@ -125,6 +125,8 @@ class Task:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response; without own ones those of the run."""
     kl_coefficient: float = 0.0
     kl_placement: str = "reward"
     kl_estimator: str = "k3"
@@ -191,6 +193,7 @@ class Anchor:
     has_kl: bool = True
     max_tokens: int = 512
     max_new_tokens: int = 5
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -223,6 +226,8 @@ class GuardRules:
 @dataclass(kw_only=True)
 class Settings:
     tasks: list[Task]
+    stop: tuple[str, ...] = ()
+    """Of the run: those of tasks and anchors that name none."""
     anchors: list[Anchor] = field(default_factory=list)
     guard_factors: list[dict[str, float]] = field(default_factory=list)
     """What the guard multiplies shares by, task by task, from each evaluation on; the last ones stay."""

@@ -53,6 +53,7 @@ from .statistics import (
     solved_rates,
     step_statistics,
 )
+from .words import ended
 
 
 class Teacher:
@@ -735,7 +736,8 @@ class Run:
             if not anchor.has_answers:
                 if i not in memory:
                     place, most = (i, 0, 0), anchor.max_new_tokens
-                    memory[i] = world.write(anchor.name, place, 0, self.version, context, most, "anchor").ids
+                    said = world.write(anchor.name, place, 0, self.version, context, most, "anchor")
+                    memory[i] = ended(said, anchor.stop, world.spell).ids
                 ids = memory[i]
             if anchor.is_plain:
                 text = ids[:-1][: anchor.max_tokens]
@@ -764,7 +766,8 @@ class Run:
             ids = world.given(task.name, i)
             if task.type == "distill":
                 version = self.speakers[self.fingerprint()]
-                ids = world.write(task.name, (i, 0, 0), 0, version, context, task.max_new_tokens).ids
+                said = world.write(task.name, (i, 0, 0), 0, version, context, task.max_new_tokens)
+                ids = ended(said, task.stop, world.spell).ids
             answer = Answer(context=context, ids=ids, logprobs=[], finish="stop")
             samples.append(
                 Sample(

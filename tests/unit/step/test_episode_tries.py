@@ -25,7 +25,7 @@ from multitask_rl.step.stages import RolloutStage
 
 WORLDS = """
 import os, time
-from multitask_rl.environments.base import StepResult
+from multitask_rl.environments.base import Opening, StepResult
 
 
 class World:
@@ -40,7 +40,7 @@ class World:
     def reset(self, row):
         self.name, self.turn = row["name"], 0
         # the first answers share a batch
-        while self.name not in ("calls on", "endless") and open(self.log).read().count("built") < 3:
+        while self.name not in ("calls on", "endless", "anew") and open(self.log).read().count("built") < 3:
             time.sleep(0.001)
         if self.name == "dies":
             os._exit(3)
@@ -54,6 +54,9 @@ class World:
         reply = [{"role": "user", "content": "ab c" * 750_000 if self.name == "endless" else "on"}]
         done = self.turn == 2 and self.name != "calls on"
         info = {"tool_calls": {"look": 1}, "seed": self.seed}
+        if self.name == "anew":
+            opening = Opening(messages=reply, is_whole=True, max_tokens=3, stop=["x"])
+            return StepResult(anew=opening, max_tokens=2, stop=["y"], done=done)
         return StepResult(messages=reply, done=done, reward=1.0, info=info)
 
     def close(self):
@@ -69,11 +72,13 @@ class Engine(RolloutEngine):
 
     def __init__(self, between: Callable[[], None], *, of_many: bool = True) -> None:
         self.num_answers: list[int] = []
+        self.sampling: list[SamplingParams] = []
         self._between, self._of_many = between, of_many
 
     def generate_stream(self, requests: Sequence[GenerationRequest]) -> Iterator[list[Ended]]:
         places = [(i, sample) for i, request in enumerate(requests) for sample in range(len(request.seeds))]
         self.num_answers.append(len(places))
+        self.sampling += [request.sampling for request in requests]
         for place in places:
             yield [
                 (*place, Generation(response_ids=[5, 6], rollout_logprobs=[0.0] * 2, finish_reason="stop"))
@@ -193,6 +198,13 @@ def test_an_episode_is_conditioned_as_its_prompt_was_when_it_was_drawn(run):
 def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
     (rollout,) = run(Engine(lambda: None), ["calls on"], max_turns=9, max_tool_calls=2)
     assert (len(rollout.turns), rollout.finish_reason, rollout.earned) == (3, "length", 3.0)
+
+
+def test_limits_on_the_next_answer_hold_where_the_conversation_begins_anew(run):
+    """Those of the reply, and those of what begins anew."""
+    engine = Engine(lambda: None)
+    run(engine, ["anew"])
+    assert [(own.max_new_tokens, set(own.stop)) for own in engine.sampling] == [(4, set()), (2, {"x", "y"})]
 
 
 def test_a_reply_of_megabytes_ends_the_episode_and_is_not_encoded(run):
