@@ -140,9 +140,8 @@ class RolloutConfig(SamplingSettings):
     engine: str = "hf"
     """Entry point of ``multitask_rl.rollout_engines``."""
     max_prompt_tokens: Natural = 1024
-    """Training leaves out longer prompts and counts them. An evaluation leaves them out where the task has an
-    environment, else they lose their beginning; a warning tells of it. 0 = the model's limit minus the
-    response."""
+    """Training leaves out longer prompts and counts them. Held-out ones lose their beginning, and a warning
+    tells of it. 0 = the model's limit minus the response."""
     max_batch_tokens: Count = 65536
     """Most prompt and response tokens in one generation batch; limits memory."""
     prefill_tokens: Count = 8192

@@ -78,7 +78,7 @@ class Episodes:
         pool: runs the environments ("worlds").
         tasks: all tasks of the run; those with an environment have episodes.
         actor: its tokenizer renders the messages of the worlds.
-        evaluation: condition the prompts as for an evaluation.
+        evaluation: condition and shorten the prompts as for an evaluation.
     """
 
     def __init__(
@@ -286,7 +286,10 @@ class Episodes:
         return self._tasks[slot.task].algorithm.condition(context_ids, evaluation=self._evaluation)
 
     def _open_prompt(self, episode: Episode, opening: Opening) -> None:
-        """Render the prompt with what the world says; ``DataError`` if that is impossible."""
+        """Render the prompt with what the world says; ``DataError`` if that is impossible.
+
+        A prompt that is too long cannot be trained on; a held-out one loses its beginning.
+        """
         slot = episode.slot
         task = self._tasks[slot.task]
         limit = task.max_prompt_tokens
@@ -308,10 +311,12 @@ class Episodes:
         key = slot.group_id, conversation.text
         if key not in self._prompts:
             ids = conversation.prompt_ids
-            if task.max_prompt_tokens and len(ids) > task.max_prompt_tokens:
+            if self._evaluation:
+                ids = ids[-limit:]
+            elif limit and len(ids) > limit:
                 raise DataError(
                     f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "
-                    f"more than {task.max_prompt_tokens}; raise rollout.max_prompt_tokens"
+                    f"more than {limit}; raise rollout.max_prompt_tokens"
                 )
             ids = self._conditioned(slot, ids)
             self._prompts[key] = replace(slot.prompt, text=conversation.text, prompt_ids=ids)

@@ -19,7 +19,7 @@ from .naive.settings import (
     Settings,
     Task,
 )
-from .world import VOCABULARY, Past, Script
+from .world import NUM_ROWS, VOCABULARY, Past, Script, prompt_ids
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
@@ -34,6 +34,8 @@ MULTIPLIER = {
 }
 ACTING = 0.04
 """Part of the cases whose guard acts."""
+LONG = 0.2
+"""... some of whose prompts are too long."""
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
@@ -93,6 +95,8 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
             _chosen(case)
     if with_more and random.Random(f"stops{WORDS} {seed}").random() < STOPPED:
         _stops(case)
+    if with_more and random.Random(f"long {seed}").random() < LONG:
+        _long(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     return case
@@ -226,6 +230,16 @@ def _stops(case: Case) -> None:
                 owner.stop = some() if rng.random() < 0.8 else ()
             if owner.max_turns and rng.random() < 0.6:
                 case.limiting[owner.name] = [] if owner.grammar else texts
+
+
+def _long(case: Case) -> None:
+    """Let a third of a task's prompts be too long, or half, but not nearly all."""
+    most = random.Random(f"longest {case.seed}").choice([3, 4, 5])
+    for task in case.settings.tasks:
+        rows = range(case.num_rows.get(task.name, NUM_ROWS))
+        lengths = sorted(len(prompt_ids(case.seed, task.name, row)) for row in rows)
+        most = max(most, lengths[len(rows) // 3])
+    case.settings.max_prompt_tokens = most
 
 
 def _chosen(case: Case) -> None:

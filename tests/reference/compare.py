@@ -82,7 +82,7 @@ TOKEN_METRICS += (
 CREDIT_METRICS = ("kl", "response_kl", "reward_scale", "advantage_rms", "reward_running_mean")
 CREDIT_METRICS += ("value_mean", "value_scale")
 STEP_METRICS = ("weight", "share_requested", "share_sampled", "share_trained", "kl_coefficient")
-STEP_METRICS += ("reward_std", "headroom", "informative_rate")
+STEP_METRICS += ("reward_std", "headroom", "informative_rate", "overlong_prompts")
 
 
 @dataclass
@@ -171,6 +171,12 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
         both = [*(g for g, _ in found.updates), *(u.gradients for u in result.updates)]
         is_tiny |= any(_norm(gradients.values()) < tolerance.tiny for gradients in both)
         is_cut = is_tiny and len(found.updates) != len(result.updates)
+        is_cut |= any(
+            0.0
+            < _norm(w for n, w in (ours | own.gradients).items() if (n in ours) != (n in own.gradients))
+            < tolerance.tiny
+            for (ours, _), own in zip(found.updates, result.updates, strict=False)
+        )
         if result.margin < tolerance.too_close or is_cut:
             count.too_close += 1
             return
@@ -207,6 +213,7 @@ def _compare_state(run: Run, product: Product, tolerance: Tolerance) -> Iterator
         ("checkpoints", known, {at: c.is_good for at, c in run.checkpoints.items()}),
         ("factors", product.guard.weight_factors(), guard.factors),
         ("version", trainer.actor.policy_version, run.version),
+        ("left out", {n: trainer.tasks[n].num_overlong for n in names}, run.left_out),
         ("draws", {n: trainer.tasks[n].stream.draw for n in names}, run.draws),  # type: ignore[union-attr]
     ):
         if found != own:

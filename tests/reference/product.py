@@ -326,7 +326,12 @@ class Product:
             seed=case.seed,
             model=model,
             critic=CriticConfig(trunk=settings.critic_trunk, learning_rate=settings.critic_learning_rate),
-            rollout=RolloutConfig(max_new_tokens=5, max_staleness=settings.max_staleness, stop=settings.stop),
+            rollout=RolloutConfig(
+                max_new_tokens=5,
+                max_staleness=settings.max_staleness,
+                stop=settings.stop,
+                max_prompt_tokens=settings.max_prompt_tokens,
+            ),
             batch=BatchConfig(
                 num_minibatches=settings.num_minibatches,
                 num_epochs=settings.num_epochs,

@@ -374,6 +374,15 @@ def texts_of_a_world_replace_those_of_the_task(patch):
     patch.setattr(episodes.Episodes, "sampling", sampling)
 
 
+def prompts_may_be_one_token_longer(patch):
+    real = product.RolloutConfig
+    patch.setattr(
+        product,
+        "RolloutConfig",
+        lambda *, max_prompt_tokens, **own: real(max_prompt_tokens=max_prompt_tokens + 1, **own),
+    )
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -473,6 +482,7 @@ FAULTS = {
     texts_of_a_world_replace_those_of_the_task: lambda case: any(
         case.limiting.get(t.name) and t.stop and t.max_turns > 1 for t in case.settings.tasks
     ),
+    prompts_may_be_one_token_longer: lambda case: case.settings.max_prompt_tokens < 6,
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
 

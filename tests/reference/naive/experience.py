@@ -15,6 +15,10 @@ MOST_TRIES = 3
 """Times that an episode begins with a world that fails; then it is given up."""
 
 
+Fit = Callable[[list[int]], "list[int] | None"]
+"""A prompt as it is used; None: it is too long."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Said:
     """What a world answers."""
@@ -127,6 +131,7 @@ def run_prompt(
     version: int,
     world: World,
     asked: Asked,
+    fit: Fit,
     control: Sequence[int] = (),
     group_size: int | None = None,
     engine_fails: Callable[[str, int, int], bool] = lambda task, draw, index: False,
@@ -136,7 +141,7 @@ def run_prompt(
     found = []
     for index in range(group_size or task.group_size):
         for number in range(most):
-            attempt = play(task, (draw, index, number), version, world, list(control))
+            attempt = play(task, (draw, index, number), version, world, fit, list(control))
             found.append(attempt)
             if number == 0 and engine_fails(task.name, draw, index):
                 attempt.lost = True
@@ -163,17 +168,20 @@ def given_answer(
     return Attempt(**own, answers=[answer], finish="stop", lost=lost, failed=lost)  # type: ignore[arg-type]
 
 
-def play(task: Task, place: tuple[int, int, int], version: int, world: World, control: list[int]) -> Attempt:
+def play(
+    task: Task, place: tuple[int, int, int], version: int, world: World, fit: Fit, control: list[int]
+) -> Attempt:
     """One response, or one episode: answers in turn with the world until it or a limit ends them.
 
-    A world that fails ends the try; the last try may fail too, and the episode is lost.
+    A world that fails ends the try; the last try may fail too, and the episode is lost. So it is, without
+    another try, where what the world says first makes the prompt too long.
     """
     draw, index, number = place
     own = Attempt(
         task=task.name, draw=draw, index=index, attempt=number, version=version, answers=[], finish="stop"
     )
-    prompt = [*control, *world.prompt(task.name, draw)]
     if not task.max_turns:
+        prompt = [*control, *(fit(world.prompt(task.name, draw)) or [])]
         written = world.write(task.name, place, 0, version, prompt, task.max_new_tokens)
         own.answers = [ended(written, task.stop, world.spell)]
         own.finish = own.answers[0].finish
@@ -181,7 +189,10 @@ def play(task: Task, place: tuple[int, int, int], version: int, world: World, co
     for tried in range(MOST_TRIES):
         own.answers, own.earned, own.finish = [], None, "error"
         said = world.hear(task.name, place, tried, [])
-        context = [*prompt, *said.ids]
+        fitted = fit([*world.prompt(task.name, draw), *said.ids])
+        if fitted is None and not said.fails:
+            break
+        context = [*control, *(fitted or [])]
         while not said.fails:
             room = task.most_tokens - len(own.ids)
             if said.is_done:

@@ -238,6 +238,8 @@ class Settings:
     checkpoint_every: int = 0
     checkpoint_keep: int = 4
     prompts_per_step: int = 8
+    max_prompt_tokens: int = 1024
+    """Longer ones are not trained on; held-out ones lose their beginning."""
     num_minibatches: int = 1
     num_epochs: int = 1
     refill_rounds: int = 1

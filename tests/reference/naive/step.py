@@ -141,6 +141,7 @@ class Checkpoint:
 
 OF_A_CHECKPOINT = ("weights", "refused", "step_number", "version", "scheduler", "optimizer", "credit_states")
 OF_A_CHECKPOINT += ("kls", "multipliers", "draws", "buffers", "reference", "pools", "written", "evaluated_at")
+OF_A_CHECKPOINT += ("left_out",)
 
 
 @dataclass
@@ -152,6 +153,7 @@ class Batch:
     attempts: list[Attempt]
     drawn_before: dict[str, int]
     """Prompts that each task had drawn."""
+    left_out_before: dict[str, int]
     moved: dict[str, float]
     """What its quotas took from, or added to, what each task is owed."""
 
@@ -178,6 +180,8 @@ class Run:
             for t in self.settings.tasks
         }
         self.draws = {t.name: 0 for t in self.settings.tasks}
+        self.left_out = {t.name: 0 for t in self.settings.tasks}
+        """Prompts, and given answers, that were too long."""
         self.ahead: deque[Batch] = deque()
         self.late: list[tuple[int, list[Attempt]]] = []
         """Step at which it is scored, group."""
@@ -223,6 +227,14 @@ class Run:
 
     # ------------------------------------------------------------------ experience
 
+    def fit(self, prompt: list[int]) -> list[int] | None:
+        """The prompt of a step, as it is."""
+        return prompt if len(prompt) <= self.settings.max_prompt_tokens else None
+
+    def shortened(self, prompt: list[int]) -> list[int]:
+        """A held-out prompt, of which the end is kept."""
+        return prompt[-self.settings.max_prompt_tokens :]
+
     def draw(self, counts: Mapping[str, int]) -> list[Attempt]:
         found = []
         for task in self.settings.tasks:
@@ -234,12 +246,16 @@ class Run:
                     rows = self.pools[task.name].next(left, number)
                     self.given.chosen[task.name] |= dict(enumerate(rows, number))
                 control = []
+                if self.fit(self.given.world.prompt(task.name, number)) is None:
+                    self.left_out[task.name] += 1
+                    continue
                 if task.type == "sft":
                     given = given_answer(
                         task, number, self.version, self.given.world, self.given.engine_fails
                     )
                     found += [given] if given else []
                     left -= given is not None
+                    self.left_out[task.name] += given is None
                     continue
                 left -= 1
                 if task.type == "reward_conditioned" and self.buffers[task.name]:
@@ -250,6 +266,7 @@ class Run:
                     self.version,
                     self.given.world,
                     self.given.asked,
+                    self.fit,
                     control,
                     engine_fails=self.given.engine_fails,
                 )
@@ -278,9 +295,12 @@ class Run:
         last = min(self.step_number + self.lag, stop - 1)
         while self.step_number + len(self.ahead) <= last:
             shares, before, draws = self.scheduler.shares(), self.scheduler.carry, dict(self.draws)
+            left_out = dict(self.left_out)
             quotas = self.scheduler.quotas()
             moved = {n: x - before.get(n, 0.0) for n, x in self.scheduler.carry.items()}
-            self.ahead.append(Batch(self.step_number, shares, quotas, self.draw(quotas), draws, moved))
+            self.ahead.append(
+                Batch(self.step_number, shares, quotas, self.draw(quotas), draws, left_out, moved)
+            )
         batch = self.ahead.popleft()
         quotas = batch.quotas
         drawn, late = self.split_late(batch.attempts, batch.began)
@@ -322,6 +342,7 @@ class Run:
                     del self.given.chosen[name][draw]
         if self.ahead:
             self.draws = dict(self.ahead[0].drawn_before)
+            self.left_out = dict(self.ahead[0].left_out_before)
         for batch in self.ahead:
             for name, x in batch.moved.items():
                 self.scheduler.carry[name] -= x
@@ -592,7 +613,9 @@ class Run:
         attempts = [
             attempt
             for i in range(self.given.held_out[task.name])
-            for attempt in run_prompt(task, i, version, world, self.given.asked, control, task.eval_samples)
+            for attempt in run_prompt(
+                task, i, version, world, self.given.asked, self.shortened, control, task.eval_samples
+            )
         ]
         memory = self.refused[task.name]
         own = {f"{task.name}/{k}": v for k, v in describe(task, attempts, memory).items()}
@@ -732,7 +755,7 @@ class Run:
         assert world is not None
         texts = []
         for i in range(self.given.held_out[anchor.name]):
-            context, ids = world.prompt(anchor.name, i), world.given(anchor.name, i)
+            context, ids = self.shortened(world.prompt(anchor.name, i)), world.given(anchor.name, i)
             if not anchor.has_answers:
                 if i not in memory:
                     place, most = (i, 0, 0), anchor.max_new_tokens
@@ -762,7 +785,7 @@ class Run:
         """Of a task without rewards: the mean loss of given answers, or the KL to the teacher of its own."""
         samples = []
         for i in range(self.given.held_out[task.name]):
-            context = world.prompt(task.name, i)
+            context = self.shortened(world.prompt(task.name, i))
             ids = world.given(task.name, i)
             if task.type == "distill":
                 version = self.speakers[self.fingerprint()]
@@ -819,6 +842,7 @@ class Run:
             own |= sums.means(task.name)
             own |= {f"multiplier/{m.rule.name}": m.value for m in self.multipliers[task.name]}
             own["kl_coefficient"] = self.kls[task.name].beta
+            own["overlong_prompts"] = float(self.left_out[task.name])
         num_trained = {task.name: self.num_informative(task, kept) for task in settings.tasks}
         num_drawn, seen = len({a.group for a in drawn}), {}
         compared = self.given.compared() if self.parts is not None else {}

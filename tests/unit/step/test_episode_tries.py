@@ -40,14 +40,15 @@ class World:
     def reset(self, row):
         self.name, self.turn = row["name"], 0
         # the first answers share a batch
-        while self.name not in ("calls on", "endless", "anew") and open(self.log).read().count("built") < 3:
+        alone = self.name in ("calls on", "endless", "anew", "greets")
+        while not alone and open(self.log).read().count("built") < 3:
             time.sleep(0.001)
         if self.name == "dies":
             os._exit(3)
         if self.name == "fails once" and not os.path.exists(self.log + ".failed"):
             open(self.log + ".failed", "w").close()
             raise ValueError(self.seed)
-        return []
+        return "abcabc" if self.name == "greets" else []
 
     def step(self, message):
         self.turn += 1
@@ -99,21 +100,27 @@ def run(
     actor = build_actor()
 
     def sample(
-        engine: RolloutEngine, names: Sequence[str], *, is_conditioned: bool = False, **limits: int
+        engine: RolloutEngine,
+        names: Sequence[str],
+        *,
+        is_conditioned: bool = False,
+        evaluation: bool = False,
+        max_prompt_tokens: int = 0,
+        **limits: int,
     ) -> list[Rollout]:
         task: Any = SimpleNamespace(
             spec=TaskSpec(name="t", environment="here", **{"max_turns": 3, **limits}),
             sampling=SamplingParams(max_new_tokens=4),
             group_size=1,
             algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: [CONTROL, *ids]),
-            max_prompt_tokens=0,
+            max_prompt_tokens=max_prompt_tokens,
         )
         stage = RolloutStage(
             engine,
             {"t": task},
             actor.tokenizer.decode,
             seed=0,
-            episodes=lambda: Episodes(pool, {"t": task}, actor, evaluation=False),
+            episodes=lambda: Episodes(pool, {"t": task}, actor, evaluation=evaluation),
         )
         prompts = [
             Prompt(
@@ -193,6 +200,21 @@ def test_an_episode_is_conditioned_as_its_prompt_was_when_it_was_drawn(run):
     for is_conditioned in (False, True):
         (rollout,) = run(engine, ["calls on"], is_conditioned=is_conditioned)
         assert (rollout.prompt.prompt_ids[0] == CONTROL) == is_conditioned
+
+
+def test_a_prompt_that_its_world_makes_too_long_fails_in_training_and_loses_its_beginning_held_out(run):
+    """As a prompt without a world, which training leaves out."""
+    prompts = []
+    for evaluation, limit in ((False, 0), (True, 0), (True, 3), (False, 3)):
+        engine = Engine(lambda: None, of_many=False)
+        (rollout,) = run(engine, ["greets"], evaluation=evaluation, max_prompt_tokens=limit)
+        prompts.append(rollout.prompt.prompt_ids)
+    assert rollout.failure is not None
+    assert rollout.failure.kind is FailureKind.data
+    whole, held_out, cut, _ = prompts
+    assert whole == held_out
+    assert len(whole) > 3
+    assert cut == whole[-3:]
 
 
 def test_a_world_that_reports_more_calls_than_allowed_ends_its_episode(run):
