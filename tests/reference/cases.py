@@ -34,12 +34,14 @@ MULTIPLIER = {
 }
 ACTING = 0.04
 """Part of the cases whose guard acts."""
+UNTRAINED = 0.25
+"""... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
 LONG = 0.2
 """... some of whose prompts are too long."""
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
-STREAM, CURRICULA, WORDS = 50, 2, 46
+STREAM, CURRICULA, NEWER = 50, 2, 2
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
@@ -93,10 +95,12 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _more(case)
         if random.Random(f"chosen{CURRICULA} {seed}").random() < 0.5:
             _chosen(case)
-    if with_more and random.Random(f"stops{WORDS} {seed}").random() < STOPPED:
+    if with_more and random.Random(f"stops{NEWER} {seed}").random() < STOPPED:
         _stops(case)
-    if with_more and random.Random(f"long {seed}").random() < LONG:
+    if with_more and random.Random(f"long{NEWER} {seed}").random() < LONG:
         _long(case)
+    if with_more and random.Random(f"untrained{NEWER} {seed}").random() < UNTRAINED:
+        _untrained(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     return case
@@ -213,7 +217,7 @@ def _more(case: Case) -> None:
 
 def _stops(case: Case) -> None:
     """Let texts end responses: of the run, of a task, or of a world."""
-    rng, settings = random.Random(f"stopped{WORDS} {case.seed}"), case.settings
+    rng, settings = random.Random(f"stopped{NEWER} {case.seed}"), case.settings
     texts = rng.sample(ENDS, rng.choice([2, 3, 4]))
     case.spelled = ["<pad>" if text == "d>" else text for text in texts]
 
@@ -232,9 +236,25 @@ def _stops(case: Case) -> None:
                 case.limiting[owner.name] = [] if owner.grammar else texts
 
 
+def _untrained(case: Case) -> None:
+    """Train some of the tasks only, and let some be only reported."""
+    rng, settings = random.Random(f"not trained{NEWER} {case.seed}"), case.settings
+    for task in rng.sample(settings.tasks, rng.randrange(len(settings.tasks))):
+        if rng.random() < 0.5:
+            task.evaluation_only = True
+        else:
+            task.weight, task.min_share = 0.0, rng.choice([None, None, 0.0, 0.1, 0.25])
+    for task in settings.tasks:
+        task.is_reported = rng.random() < 0.25
+    hidden = [t.name for t in settings.tasks if t.is_reported]
+    settings.watched = [key for key in settings.watched if key.partition("/")[0] not in hidden]
+    if not settings.eval_every:
+        settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+
+
 def _long(case: Case) -> None:
     """Let a third of a task's prompts be too long, or half, but not nearly all."""
-    most = random.Random(f"longest {case.seed}").choice([3, 4, 5])
+    most = random.Random(f"longest{NEWER} {case.seed}").choice([3, 4, 5])
     for task in case.settings.tasks:
         rows = range(case.num_rows.get(task.name, NUM_ROWS))
         lengths = sorted(len(prompt_ids(case.seed, task.name, row)) for row in rows)

@@ -207,7 +207,7 @@ def _compare_state(run: Run, product: Product, tolerance: Tolerance) -> Iterator
     """What a rollback restores, and what a guard that acts changes."""
     guard, trainer = run.guard, product.trainer
     assert isinstance(guard, ActingGuard)
-    names = [t.name for t in run.settings.tasks]
+    names = [t.name for t in run.settings.trained]
     known = {s: entry.judged_good for s, entry in trainer.parts.store.checkpoints.entries.items()}
     for name, found, own in (
         ("checkpoints", known, {at: c.is_good for at, c in run.checkpoints.items()}),
@@ -254,7 +254,7 @@ def _compare_numbers(
     relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
     relative |= {a.name: tolerance.relative for a in run.settings.anchors}
     for task in [*run.settings.tasks, *run.settings.anchors]:
-        evaluation = product.guard.evaluations[task.name]
+        evaluation = product.evaluations[task.name]
         own = {
             k.removeprefix(f"{task.name}/"): v for k, v in numbers.items() if k.startswith(f"{task.name}/")
         }
@@ -271,7 +271,7 @@ def _compare_numbers(
                 found = metrics.get(f"guard/{key}/{name}")
                 own_relative = relative[key.partition("/")[0]]
                 yield from _compare_number(f"guard/{key}/{name}", found, value, own_relative)
-    for task in run.settings.tasks:
+    for task in run.settings.trained:
         level = product.trainer.scheduler.metrics().get(f"task/{task.name}/level")
         if level is not None:
             yield from _compare_number(f"level of {task.name}", level, run.scheduler.level(task.name))
@@ -296,6 +296,10 @@ def _compare_step(
     rounded = {c.sample.task for c in found.credited if _is_tiny(c.advantages, tiny)}
     rounded |= {s.task for s in result.samples if s.advantages is not None and _is_tiny(s.advantages, tiny)}
     for task in run.settings.tasks:
+        beside = [n for n in found.numbers if n.startswith(f"task/{task.name}/") and task.evaluation_only]
+        if beside:
+            yield f"{beside} of a task that is only evaluated"
+    for task in run.settings.trained:
         own = {**result.metrics[task.name], **{n: x.mean for n, x in result.numbers[task.name].items()}}
         tokens = () if task.name in rounded else TOKEN_METRICS
         names = (*tokens, *CREDIT_METRICS, *STEP_METRICS, *result.numbers[task.name])

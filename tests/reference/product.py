@@ -222,7 +222,6 @@ class RecordingGuard(SafetyGuard):
     """The guard; keeps the statistics of the last step, and what it said of the last evaluation."""
 
     stats: Mapping[str, TaskStats] = {}
-    evaluations: Mapping[str, TaskEvaluation] = {}
     decision = GuardDecision()
     factors: Sequence[Mapping[str, float]] = ()
     rate = 1.0
@@ -236,7 +235,7 @@ class RecordingGuard(SafetyGuard):
         return self.rate if self.number else 1.0
 
     def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
-        self.evaluations, self.number = evaluations, self.number + 1
+        self.number += 1
         self.decision = super().observe(step, evaluations)
         return GuardDecision(judged_good=self.decision.judged_good)
 
@@ -249,12 +248,11 @@ class WatchedGuard(SafetyGuard):
     """The guard, which acts; keeps the same."""
 
     stats: Mapping[str, TaskStats] = {}
-    evaluations: Mapping[str, TaskEvaluation] = {}
     decision = GuardDecision()
     number = 0
 
     def observe(self, step: int, evaluations: Any, confirm: Any = None) -> GuardDecision:
-        self.evaluations, self.number = evaluations, self.number + 1
+        self.number += 1
         self.decision = super().observe(step, evaluations, confirm)
         return self.decision
 
@@ -309,6 +307,8 @@ class Product:
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
+        self.evaluations: Mapping[str, TaskEvaluation] = {}
+        """The last ones of all tasks, but for confirmations."""
         self.numbers: dict[str, float] = {}
         self.past = _past(self.case)
         case, settings = self.case, self.case.settings
@@ -368,6 +368,7 @@ class Product:
                 t.name: {
                     "train": rows(case, t.name, range(case.num_rows.get(t.name, world.NUM_ROWS))),
                     "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
+                    "test": rows(case, t.name, range(200, 200 + world.NUM_HELD_OUT)),
                 }
                 for t in [*settings.tasks, *settings.anchors]
             },
@@ -386,7 +387,8 @@ class Product:
                 "speakers": self.speakers,
             },
         )
-        watched = [t.name for t in [*settings.tasks, *settings.anchors]] + settings.watched
+        read = [t.name for t in settings.tasks if not t.is_reported]
+        watched = read + [a.name for a in settings.anchors] + settings.watched
         self.guard: RecordingGuard | WatchedGuard
         if rules := settings.acting:
             keys = asdict(rules) | {"ladder": list(rules.ladder), "threshold_delta": -rules.drop}
@@ -398,7 +400,7 @@ class Product:
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
-        self.trainer.critic.build(actor, [t.name for t in settings.tasks if t.type == "ppo"])
+        self.trainer.critic.build(actor, [t.name for t in settings.trained if t.type == "ppo"])
         self.trainer.insert_stage(
             Stage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
             after="advantages",
@@ -472,7 +474,16 @@ class Product:
             return Worlds(specs) if specs else None
 
         with patch.object(assembly, "build_worlds", build):
-            self.trainer._open()
+            evaluator = self.trainer._open().evaluator
+        evaluate = type(evaluator).evaluate
+
+        def watch(step: int, **how: Any) -> dict[str, TaskEvaluation]:
+            found = evaluate(evaluator, step, **how)
+            if not how:
+                self.evaluations = found
+            return found
+
+        evaluator.evaluate = watch  # type: ignore[method-assign]
 
     def fingerprint(self) -> float:
         """Of the actor's weights."""
@@ -705,6 +716,10 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         given["weight"] = task.weight
     if task.min_share is not None:
         given["min_share"] = task.min_share
+    if task.evaluation_only:
+        given["evaluation_only"] = True
+    if task.is_reported:
+        given["eval_split"] = "test"
     return given
 
 
@@ -735,7 +750,7 @@ def _past(case: Case) -> list[dict[str, list[list[float]]]]:
             t.name: world.past_rewards(
                 case.seed, t.name, case.past[t.name], step, t.range_of("reward") or (-1.0, 3.0)
             )
-            if t.has_rewards and t.type != "sft"
+            if t.has_rewards and t.type != "sft" and not t.evaluation_only and (t.weight or t.min_share)
             else []
             for t in case.settings.tasks
         }
@@ -852,7 +867,7 @@ def given_of(case: Case, product: Product) -> Given:
     """What the reference is given: the same world, and the product's chance."""
     streams = {
         t.name: PromptStream(product.trainer.plan.rows[t.name][0], task=t.name, seed=case.seed)
-        for t in case.settings.tasks
+        for t in case.settings.trained
     }
     drawn: dict[str, list[int]] = {t.name: [] for t in case.settings.tasks}
     chosen: dict[str, dict[int, int]] = {t.name: {} for t in case.settings.tasks if t.curriculum}

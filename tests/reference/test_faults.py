@@ -20,6 +20,7 @@ from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.models import lora
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.records import Direction, TrainSample
+from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.statistics import definitions
 from multitask_rl.step import episodes, refill, task_state
 from multitask_rl.step import metrics as step_metrics
@@ -383,6 +384,10 @@ def prompts_may_be_one_token_longer(patch):
     )
 
 
+def results_of_a_test_are_read(patch):
+    patch.setattr(Supervisor, "_deciding", lambda self, evaluations: dict(evaluations))
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -481,6 +486,10 @@ FAULTS = {
     texts_keep_what_stopped_them: lambda case: any(t.stop for t in case.settings.tasks),
     texts_of_a_world_replace_those_of_the_task: lambda case: any(
         case.limiting.get(t.name) and t.stop and t.max_turns > 1 for t in case.settings.tasks
+    ),
+    results_of_a_test_are_read: lambda case: (
+        evaluates()(case)
+        and any(t.is_reported and t.weight and t.type != "sft" for t in case.settings.trained)
     ),
     prompts_may_be_one_token_longer: lambda case: case.settings.max_prompt_tokens < 6,
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,

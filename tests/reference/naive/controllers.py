@@ -210,7 +210,7 @@ class Scheduler:
     """Of the guard."""
 
     def __post_init__(self) -> None:
-        tasks = self.settings.tasks
+        tasks = self.settings.trained
         weights = {t.name: t.weight for t in tasks}
         total = math.fsum(weights.values())
         active = [t for t in tasks if weights[t.name] > 0.0 or t.min_share]
@@ -492,7 +492,7 @@ class Scheduler:
             scaled = {name: share for name, share in scaled.items() if share > 0.0}
             shares = raised(scaled, floors)
         total = math.fsum(shares.values())
-        return {t.name: shares.get(t.name, 0.0) / total for t in self.settings.tasks}
+        return {t.name: shares.get(t.name, 0.0) / total for t in self.settings.trained}
 
     def quotas(self) -> dict[str, int]:
         total = self.settings.prompts_per_step

@@ -118,6 +118,9 @@ class Task:
     constraints: list[ConstraintRule] = field(default_factory=list)
     weight: float = 1.0
     min_share: float | None = None
+    evaluation_only: bool = False
+    is_reported: bool = False
+    """Its held-out rows are of the split ``test``: guard, scheduler and best checkpoint do not read them."""
     target: float = 1.0
     loss_weight: float = 1.0
     group_size: int = 4
@@ -269,6 +272,11 @@ class Settings:
     end_token: int = 1
     lora_rank: int = 0
     """0 = all weights are trained."""
+
+    @property
+    def trained(self) -> list[Task]:
+        """Tasks that may have prompts in a step."""
+        return [task for task in self.tasks if not task.evaluation_only]
 
     @property
     def of_policy(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ from .statistics import (
     step_statistics,
 )
 from .words import ended
+
+T = TypeVar("T")
 
 
 class Teacher:
@@ -179,8 +182,8 @@ class Run:
             t.name: [Multiplier(c) for c in t.constraints if c.mode == "lagrangian"]
             for t in self.settings.tasks
         }
-        self.draws = {t.name: 0 for t in self.settings.tasks}
-        self.left_out = {t.name: 0 for t in self.settings.tasks}
+        self.draws = {t.name: 0 for t in self.settings.trained}
+        self.left_out = {t.name: 0 for t in self.settings.trained}
         """Prompts, and given answers, that were too long."""
         self.ahead: deque[Batch] = deque()
         self.late: list[tuple[int, list[Attempt]]] = []
@@ -190,7 +193,7 @@ class Run:
         self.reference = dict(merged(own))
         self.margins: list[float] = []
         anchors = self.settings.anchors
-        names = [t.name for t in self.settings.tasks] + [a.name for a in anchors]
+        names = [t.name for t in self.settings.tasks if not t.is_reported] + [a.name for a in anchors]
         own_guard = [*names, *self.settings.watched], [f"{a.name}/kl" for a in anchors]
         self.guard = Guard(*own_guard)
         if self.settings.acting:
@@ -211,7 +214,7 @@ class Run:
         late_steps = self.settings.max_staleness if self.settings.quorum < 1.0 else 0
         self.pools = {
             t.name: Pools(t.curriculum, self.given.order(t.name), self.given.column(t.name), late_steps)
-            for t in self.settings.tasks
+            for t in self.settings.trained
             if t.curriculum
         }
         self.parts: dict[str, Tensor] | None = None
@@ -237,7 +240,7 @@ class Run:
 
     def draw(self, counts: Mapping[str, int]) -> list[Attempt]:
         found = []
-        for task in self.settings.tasks:
+        for task in self.settings.trained:
             left = counts.get(task.name, 0)
             while left:
                 number = self.draws[task.name]
@@ -363,7 +366,7 @@ class Run:
             self.scheduler.carry_over(dropped)
             return
         short = {}
-        for task in self.settings.tasks:
+        for task in self.settings.trained:
             lacks = entitled[task.name] - self.num_informative(task, kept)
             if lacks > 0 and self.scheduler.informative_rate(task.name) >= 0.05:
                 short[task.name] = lacks
@@ -578,12 +581,18 @@ class Run:
 
     def evaluate(self) -> tuple[dict[str, Number], bool, bool]:
         """Return metrics by ``task`` and ``task/metric``, whether the guard alarms, whether all is good."""
-        numbers, ends = self.measure_all()
+        everything, ends = self.measure_all()
+        numbers, ends = self.not_of_tests(everything), self.not_of_tests(ends)
         self.calibrate(numbers)
         self.evaluations += 1
         if factors := self.settings.guard_factors:
             self.scheduler.factors = factors[min(self.evaluations, len(factors)) - 1]
-        return numbers, *self.guard.observe(numbers, ends)
+        return everything, *self.guard.observe(numbers, ends)
+
+    def not_of_tests(self, found: Mapping[str, T]) -> dict[str, T]:
+        """What controllers read: nothing of a split ``test``."""
+        hidden = [t.name for t in self.settings.tasks if t.is_reported]
+        return {key: x for key, x in found.items() if key.partition("/")[0] not in hidden}
 
     def measure_all(self) -> tuple[dict[str, Number], dict[str, tuple[float, float] | None]]:
         """Return metrics by ``task`` and ``task/metric``, and their ranges."""
@@ -655,10 +664,11 @@ class Run:
         is_good = False
         if is_evaluated:
             numbers, ends = self.measure_all()
-            action, is_good = guard.decide(step, numbers, ends, self.confirm)
-            self.calibrate(numbers)
+            read = self.not_of_tests(numbers)
+            action, is_good = guard.decide(step, read, self.not_of_tests(ends), self.confirm)
+            self.calibrate(read)
             self.evaluations, self.evaluated_at = self.evaluations + 1, step
-            self.known = step, self.score(numbers), is_good
+            self.known = step, self.score(read), is_good
             if action == "stop":
                 return numbers, action, is_good
             is_back = action == "rollback" and self.roll_back()
@@ -676,9 +686,10 @@ class Run:
         return numbers, "", is_good
 
     def score(self, numbers: Mapping[str, Number]) -> float | None:
-        """The mean of the tasks' primary metrics: of those with rewards, if there are any."""
+        """The mean of the tasks' primary metrics: of those with rewards, if there are any; none of a test."""
         counted = [t for t in self.settings.tasks if t.has_rewards] or self.settings.tasks
-        if any(t.name not in numbers for t in counted):
+        counted = [t for t in counted if not t.is_reported]
+        if not counted or any(t.name not in numbers for t in counted):
             return None
         own = [numbers[t.name] for t in counted]
         return math.fsum(x.mean * (1.0 if x.direction == "higher" else -1.0) for x in own) / len(own)
@@ -819,7 +830,7 @@ class Run:
         settings = self.settings
         self.margins = []
         batch, drawn, kept = self.experience()
-        metrics: dict[str, dict[str, float]] = {t.name: {} for t in settings.tasks}
+        metrics: dict[str, dict[str, float]] = {t.name: {} for t in settings.trained}
         samples = self.samples_of(kept)
         self.look(samples)
         self.give_credit(samples, metrics)
@@ -828,7 +839,7 @@ class Run:
             s.is_active = can_matter(settings[s.task], self.kls[s.task].beta, s)
         sums = TokenSums()
         every = settings.of_policy.get("gradients_every", 0)
-        is_compared = every > 0 and self.step_number % every == 0 and len(settings.tasks) > 1
+        is_compared = every > 0 and self.step_number % every == 0 and len(settings.trained) > 1
         self.parts = {} if is_compared else None
         updates = self.update(samples, self.loss_shares(batch.quotas, kept, samples), teacher, sums)
         decay = settings.reference_decay
@@ -837,16 +848,16 @@ class Run:
         self.version += 1
         self.speakers[self.fingerprint()] = self.version
         numbers = {}
-        for task in settings.tasks:
+        for task in settings.trained:
             own = metrics[task.name]
             own |= sums.means(task.name)
             own |= {f"multiplier/{m.rule.name}": m.value for m in self.multipliers[task.name]}
             own["kl_coefficient"] = self.kls[task.name].beta
             own["overlong_prompts"] = float(self.left_out[task.name])
-        num_trained = {task.name: self.num_informative(task, kept) for task in settings.tasks}
+        num_trained = {task.name: self.num_informative(task, kept) for task in settings.trained}
         num_drawn, seen = len({a.group for a in drawn}), {}
         compared = self.given.compared() if self.parts is not None else {}
-        for task in settings.tasks:
+        for task in settings.trained:
             attempts = [a for a in drawn if a.task == task.name]
             n, spread, mean, std, headroom, own_numbers = step_statistics(
                 task, attempts, self.refused[task.name]
@@ -907,7 +918,7 @@ class Run:
     ) -> dict[str, tuple[float, float, float]]:
         """Of each task: groups that teach, groups to train on (NaN: it has no share), training reward."""
         found = {}
-        for task in self.settings.tasks:
+        for task in self.settings.trained:
             own = groups_of([a for a in drawn if a.task == task.name])
             able = float(sum(any(is_trainable(task, a) for a in g) for g in own.values()))
             prompts = able if batch.shares[task.name] else math.nan
