@@ -34,6 +34,8 @@ MULTIPLIER = {
 }
 ACTING = 0.04
 """Part of the cases whose guard acts."""
+RENAMED = 0.5
+"""Part of those that are resumed which then give tasks other names."""
 UNTRAINED = 0.25
 """... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
 LONG = 0.2
@@ -71,6 +73,10 @@ class Case:
     """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
     resumed_after_rollback: bool = False
     """The same after its first rollback."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """New names of tasks and anchors from the first resume on."""
+    origins: dict[str, str] = field(default_factory=dict)
+    """Name -> the name at first, of those that were renamed."""
     spelled: list[str] = field(default_factory=list)
     """Texts that responses hold often."""
     limiting: dict[str, list[str]] = field(default_factory=dict)
@@ -79,6 +85,16 @@ class Case:
     """Versions of the weights whose responses are bad."""
     arithmetic: str = "float64"
     """Of the product: ``float64`` shows faults of the formulas, ``float32`` those of rounding."""
+
+    def origin(self, task: str) -> str:
+        """The name that the task or anchor had at first."""
+        return self.origins.get(task, task)
+
+    def rename(self) -> None:
+        """Give tasks the names of the resume."""
+        self.settings.rename(self.renamed)
+        self.past = {self.renamed.get(name, name): past for name, past in self.past.items()}
+        self.origins = {new: old for old, new in self.renamed.items()}
 
     def describe(self) -> str:
         """All of it in one line, to be read."""
@@ -103,6 +119,10 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _untrained(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
+    rng = random.Random(f"renamed{NEWER} {seed}")
+    if (case.resumed_at or case.resumed_after_rollback) and rng.random() < RENAMED:
+        names = [owner.name for owner in [*case.settings.tasks, *case.settings.anchors]]
+        case.renamed = {name: f"new_{name}" for name in names if rng.random() < 0.6}
     return case
 
 

@@ -31,7 +31,7 @@ from .naive.guard import ActingGuard
 from .naive.records import Attempt, Number, Sample
 from .naive.settings import FAILED
 from .naive.step import Result, Run, Teacher
-from .product import Product, ProductStep, arithmetic, given_of, temporary_directory
+from .product import Product, ProductStep, arithmetic, given_of, rename_given, temporary_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +133,7 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     for _ in range(case.num_steps):
         number = run.step_number
         if number and number == resumed_at:
-            product.reopen()
-            run.reopen()
+            _reopen(product, run)
             resumed_at = 0
         if case.settings.acting:
             action = "rollback"
@@ -146,8 +145,7 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
                 if problems or action == "stop":
                     return
                 if action == "rollback" and resumes:
-                    product.reopen()
-                    run.reopen()
+                    _reopen(product, run)
                     resumes = False
             number = run.step_number
         elif every and number and number % every == 0:
@@ -188,6 +186,18 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
+def _reopen(product: Product, run: Run) -> None:
+    """End and begin anew; the first time tasks may get other names."""
+    case = product.case
+    product.end()
+    run.reopen()
+    if case.renamed and not case.origins:
+        case.rename()
+        rename_given(run.given, case)
+        run.rename(case.renamed)
+    product.begin_anew()
+
+
 def _compare_inspection(run: Run, product: Product, tolerance: Tolerance) -> tuple[str, list[str]]:
     """Let both evaluate, judge and save what is due; return what the guard did, and the differences."""
     action = product.evaluate()
@@ -221,7 +231,7 @@ def _compare_state(run: Run, product: Product, tolerance: Tolerance) -> Iterator
     rate = product.guard.lr_factor(trainer.step)
     yield from _compare_number("factor on the learning rate", rate, guard.rate(run.step_number))
     for name, weight in product.weights().items():
-        if not torch.equal(weight, run.weights[name]):
+        if _norm([weight - run.weights[name]]) > NOTHING:
             yield f"weight {name} is not the same"
     shares = trainer.scheduler.weights()
     for name, share in run.scheduler.shares().items():

@@ -320,7 +320,7 @@ class Product:
         )
         config = RunConfig(
             tasks={t.name: _spec(case, t, self._teacher_directory) for t in settings.tasks}
-            | {a.name: _anchor_spec(a) for a in settings.anchors},
+            | {a.name: _anchor_spec(case, a) for a in settings.anchors},
             output_dir=str(self.directory),
             max_steps=settings.max_steps,
             seed=case.seed,
@@ -366,7 +366,9 @@ class Product:
         loader = TaskDataLoader(
             splits={
                 t.name: {
-                    "train": rows(case, t.name, range(case.num_rows.get(t.name, world.NUM_ROWS))),
+                    "train": rows(
+                        case, t.name, range(case.num_rows.get(case.origin(t.name), world.NUM_ROWS))
+                    ),
                     "validation": rows(case, t.name, range(100, 100 + world.NUM_HELD_OUT)),
                     "test": rows(case, t.name, range(200, 200 + world.NUM_HELD_OUT)),
                 }
@@ -526,12 +528,15 @@ class Product:
             betas={n: r.kl.coefficient for n, r in self.trainer.tasks.items()},
         )
 
-    def reopen(self) -> None:
-        """Save the run, end it, and begin it anew from its checkpoint."""
-        number = self.guard.number
+    def end(self) -> None:
+        """Save the run, and end it."""
         self.trainer.parts.experience.rewind()  # as a run does that a signal ends
         self.trainer.parts.supervisor.save()
         self.close()
+
+    def begin_anew(self) -> None:
+        """Begin the run anew from its checkpoint."""
+        number = self.guard.number
         self.__post_init__()
         self.guard.number = number
 
@@ -619,6 +624,7 @@ def _model(case: Case, seed: int) -> LlamaForCausalLM:
 
 
 def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
+    task = case.origin(task)
     return [
         {
             "id": i,
@@ -633,7 +639,7 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
-    script = case.scripts[f"{task.name}/{name}"]
+    script = case.scripts[f"{case.origin(task.name)}/{name}"]
     return {
         "world": case.seed,
         "name": script.name,
@@ -706,9 +712,10 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         constraints.append({"mode": "grammar", "config": task.grammar})
     if task.max_turns:
         given["environment"] = "reference.scripted:Talk"
-        given["environment_config"] = {"world": case.seed, "task": task.name}
-        if task.name in case.limiting:
-            given["environment_config"]["ends"] = case.limiting[task.name]
+        origin = case.origin(task.name)
+        given["environment_config"] = {"world": case.seed, "task": origin}
+        if origin in case.limiting:
+            given["environment_config"]["ends"] = case.limiting[origin]
         given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
     if task.type == "distill":
         given["teacher"] = teacher
@@ -716,6 +723,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         given["weight"] = task.weight
     if task.min_share is not None:
         given["min_share"] = task.min_share
+    if task.name in case.origins:
+        given["renamed_from"] = case.origins[task.name]
     if task.evaluation_only:
         given["evaluation_only"] = True
     if task.is_reported:
@@ -723,12 +732,14 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
     return given
 
 
-def _anchor_spec(anchor: Anchor) -> dict[str, Any]:
+def _anchor_spec(case: Case, anchor: Anchor) -> dict[str, Any]:
     given: dict[str, Any] = {
         "type": "anchor",
         "algorithm_config": {"kl": anchor.has_kl, "max_tokens": anchor.max_tokens},
         "sampling": {"max_new_tokens": anchor.max_new_tokens},
     }
+    if anchor.name in case.origins:
+        given["renamed_from"] = case.origins[anchor.name]
     if anchor.has_answers:
         given["answer"] = "{answer}"
     return given | ({"prompt": ""} if anchor.is_plain else {})
@@ -818,10 +829,15 @@ class Words:
     row: Callable[[str, int], int]
 
     def prompt(self, task: str, draw: int) -> list[int]:
-        return world.prompt_ids(self.case.seed, task, self.row(task, draw))
+        return world.prompt_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
 
     def given(self, task: str, draw: int) -> list[int]:
-        return world.answer_ids(self.case.seed, task, self.row(task, draw))
+        return world.answer_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
+
+    def seed(self, task: str, purpose: str, *place: int | str) -> int:
+        """Held out, a renamed task has the same random numbers."""
+        own = task if purpose == "rollout" else self.case.origin(task)
+        return derive_seed(self.case.seed, purpose, own, *place)
 
     def spell(self, token: int) -> tuple[str, bool]:
         return world.VOCABULARY[token], token in (world.PAD, world.EOS)
@@ -837,19 +853,20 @@ class Words:
         purpose: str = "",
     ) -> Answer:
         turns = [turn] if turn else []
-        seed = derive_seed(self.case.seed, purpose or self.purpose, task, *place, *turns)
+        seed = self.seed(task, purpose or self.purpose, *place, *turns)
         sentences = {t.name: t.sentences for t in self.case.settings.tasks}.get(task)
         is_collapsed = version in self.case.collapsed
         said = world.respond(context, seed, version, most, sentences, is_collapsed, self.case.spelled)
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
-        episode = derive_seed(self.case.seed, self.purpose, task, *place, "world")
+        episode = self.seed(task, self.purpose, *place, "world")
         seed = derive_seed(episode, tried) % 2**32
-        ends, text = self.case.limiting.get(task), said[-1].text if said else ""
+        origin, text = self.case.origin(task), said[-1].text if said else ""
+        ends = self.case.limiting.get(origin)
         if said and ends is not None:
             text = world.with_usage(text, said[-1].finish, len(said[-1].context), len(said[-1].ids))
-        own = world.reply(self.case.seed, task, self.row(task, place[0]), seed, len(said), text, ends)
+        own = world.reply(self.case.seed, origin, self.row(task, place[0]), seed, len(said), text, ends)
         ids = [world.VOCABULARY.index(c) for c in own.text]
         if said and not own.is_anew:  # the ends of lines, for which there is no token
             ids = [world.UNKNOWN, *ids, world.UNKNOWN]
@@ -875,9 +892,10 @@ def given_of(case: Case, product: Product) -> Given:
     def row(task: str, draw: int) -> int:
         if task in chosen:
             return chosen[task][draw]
-        while len(drawn[task]) <= draw:
-            drawn[task] += [int(r["id"]) for _, r in streams[task].next(1)]
-        return drawn[task][draw]
+        origin = case.origin(task)
+        while len(drawn[origin]) <= draw:
+            drawn[origin] += [int(r["id"]) for _, r in streams[origin].next(1)]
+        return drawn[origin][draw]
 
     def order(task: str) -> list[int]:
         found = list(range(case.num_rows[task]))
@@ -898,20 +916,21 @@ def given_of(case: Case, product: Product) -> Given:
                 found[task][name] = value
         return found
 
+    read = {n: [int(r["id"]) for r in own.eval_rows] for n, own in product.trainer.tasks.items()}
+
     def held_out(task: str, draw: int) -> int:
-        return int(product.trainer.tasks[task].eval_rows[draw]["id"])
+        return read[case.origin(task)][draw]
 
     def asked(
         task: str, plugin: str, draw: int, index: int, attempt: int, ids: Sequence[int]
     ) -> float | str | None:
-        said = world.answer(
-            case.seed, case.scripts[f"{task}/{plugin}"], world.Sample(task, draw, index, attempt, tuple(ids))
-        )
+        script = case.scripts[f"{case.origin(task)}/{plugin}"]
+        said = world.answer(case.seed, script, world.Sample(task, draw, index, attempt, tuple(ids)))
         assert FAILED == world.FAILED
         return said
 
-    def read(attempt: Attempt, reward: str) -> str:
-        script = case.scripts.get(f"{attempt.task}/{reward}", world.Script(""))
+    def read_answer(attempt: Attempt, reward: str) -> str:
+        script = case.scripts.get(f"{case.origin(attempt.task)}/{reward}", world.Script(""))
         return world.read_answer(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
 
     def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
@@ -933,7 +952,7 @@ def given_of(case: Case, product: Product) -> Given:
 
     return Given(
         replay=replay,
-        read=read,
+        read=read_answer,
         order=order,
         column=column,
         chosen=chosen,
@@ -942,10 +961,10 @@ def given_of(case: Case, product: Product) -> Given:
         held_out_world=Words(case, "evaluation", held_out),
         confirming_world=lambda purpose: Words(case, purpose, held_out),
         teachers=product.teachers(),
-        held_out={n: len(run.eval_rows) for n, run in product.trainer.tasks.items()},
+        held_out={n: len(own) for n, own in read.items()},
         asked=asked,
         shuffle=shuffle,
-        ranks={t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks},
+        ranks=_ranks(case),
         is_late=delay_of(case),
         engine_fails=_loses(case),
         past=[
@@ -953,6 +972,19 @@ def given_of(case: Case, product: Product) -> Given:
             for number, step in enumerate(product.past)
         ],
     )
+
+
+def _ranks(case: Case) -> dict[str, int]:
+    return {t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks}
+
+
+def rename_given(given: Given, case: Case) -> None:
+    """Tell the reference of the tasks' new names."""
+    for known in (given.held_out, given.teachers, given.chosen):
+        for old, new in case.renamed.items():
+            if old in known:
+                known[new] = known.pop(old)
+    given.ranks = _ranks(case)
 
 
 def temporary_directory() -> tempfile.TemporaryDirectory[str]:

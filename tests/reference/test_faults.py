@@ -20,6 +20,7 @@ from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.models import lora
 from multitask_rl.models.grammar import Grammars
 from multitask_rl.records import Direction, TrainSample
+from multitask_rl.run.state import RunState
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.statistics import definitions
 from multitask_rl.step import episodes, refill, task_state
@@ -384,6 +385,10 @@ def prompts_may_be_one_token_longer(patch):
     )
 
 
+def a_renamed_task_begins_anew(patch):
+    patch.setattr(RunState, "_renamed", lambda self, known: {})
+
+
 def results_of_a_test_are_read(patch):
     patch.setattr(Supervisor, "_deciding", lambda self, evaluations: dict(evaluations))
 
@@ -487,6 +492,7 @@ FAULTS = {
     texts_of_a_world_replace_those_of_the_task: lambda case: any(
         case.limiting.get(t.name) and t.stop and t.max_turns > 1 for t in case.settings.tasks
     ),
+    a_renamed_task_begins_anew: lambda case: bool(case.renamed),
     results_of_a_test_are_read: lambda case: (
         evaluates()(case)
         and any(t.is_reported and t.weight and t.type != "sft" for t in case.settings.trained)

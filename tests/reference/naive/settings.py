@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +156,9 @@ class Task:
         self.given = self.config
         self.config = DEFAULTS[self.type] | self.config
 
+    def __deepcopy__(self, _: object) -> Task:
+        return self
+
     @property
     def has_rewards(self) -> bool:
         """Whether a reward or a constraint says something of its responses."""
@@ -287,6 +290,18 @@ class Settings:
         """Tokens that stand in prompts alone: they have probability 0 in every task's responses."""
         number = max(t.config["quantiles"] if t.type == "reward_conditioned" else 0 for t in self.tasks)
         return list(range(self.first_control_token, self.first_control_token + number))
+
+    def __deepcopy__(self, _: object) -> Settings:
+        """Every copy of a part of the run has the same ones."""
+        return self
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tasks and anchors other names: former name -> name."""
+        for owner in [*self.tasks, *self.anchors]:
+            owner.name = names.get(owner.name, owner.name)
+        keys = [key.partition("/") for key in self.watched]
+        self.watched = [names.get(name, name) + slash + rest for name, slash, rest in keys]
+        self.guard_factors = [{names.get(n, n): f for n, f in own.items()} for own in self.guard_factors]
 
     def __getitem__(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)

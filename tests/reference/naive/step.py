@@ -43,6 +43,7 @@ from .optimizer import AdamW, clipped, schedule
 from .pools import Pools
 from .quantiles import check_draws
 from .records import Answer, Attempt, Number, Sample, number
+from .renaming import renamed
 from .settings import Anchor, Asked, Settings, Task
 from .statistics import (
     Refused,
@@ -84,14 +85,14 @@ class Given:
     """Whether the first attempt of a sample was lost."""
     past: Sequence[Mapping[str, Seen]] = ()
     """What the scheduler has seen before the first step, as from a longer run."""
-    held_out: Mapping[str, int] = field(default_factory=dict)
+    held_out: dict[str, int] = field(default_factory=dict)
     """Number of held-out prompts of each task."""
     held_out_world: World | None = None
     confirming_world: Callable[[str], World] | None = None
     """The same with the random numbers of the confirmation of that name."""
     read: Callable[[Attempt, str], str] = lambda attempt, reward: ""
     """Response, reward -> the answer that the reward reads in it."""
-    teachers: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    teachers: dict[str, Mapping[str, Tensor]] = field(default_factory=dict)
     """Weights of the teacher of each task that has one."""
     replay: Callable[[str], list[tuple[tuple[int, int], int]]] = lambda task: []
     """task -> what chance drew from its buffer in this step: draw and sample, quantile."""
@@ -354,6 +355,15 @@ class Run:
         self.late = []
         if self.settings.acting:
             self.save()
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Go on with tasks of other names, former name -> name; ``settings`` and ``given`` have them."""
+        for key, value in vars(self).items():
+            if key not in ("settings", "given"):
+                setattr(self, key, renamed(value, names))
+        saved = [c.state["scheduler"] for c in self.checkpoints.values()]
+        for scheduler in [self.scheduler, *saved]:
+            scheduler.ranks = self.given.ranks  # type: ignore[attr-defined]
 
     def settle(
         self, kept: Sequence[Attempt], entitled: Mapping[str, int], dropped: Mapping[str, int]
