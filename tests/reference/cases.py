@@ -38,12 +38,14 @@ RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
 UNTRAINED = 0.25
 """... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
+OVERRUN = 0.15
+"""... some of whose responses exceed the limits of their checks."""
 LONG = 0.2
 """... some of whose prompts are too long."""
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
-STREAM, CURRICULA, NEWER = 50, 2, 2
+STREAM, CURRICULA, NEWER = 50, 2, 5
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
@@ -117,6 +119,8 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _long(case)
     if with_more and random.Random(f"untrained{NEWER} {seed}").random() < UNTRAINED:
         _untrained(case)
+    if with_more and random.Random(f"over{NEWER} {seed}").random() < OVERRUN:
+        _overrun(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     rng = random.Random(f"renamed{NEWER} {seed}")
@@ -270,6 +274,26 @@ def _untrained(case: Case) -> None:
     settings.watched = [key for key in settings.watched if key.partition("/")[0] not in hidden]
     if not settings.eval_every:
         settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+
+
+def _overrun(case: Case) -> None:
+    """Let checks of responses exceed their limits, subtract some rewards, and look at parts of others."""
+    rng = random.Random(f"overrun{NEWER} {case.seed}")
+    for task in case.settings.tasks:
+        for rule in [*task.rewards, *task.constraints]:
+            key = f"{task.name}/{rule.name}"
+            if key not in case.scripts or rng.random() < 0.3:
+                continue
+            over, has_part = rng.choice([0.0, 0.1, 0.3]), rng.random() < 0.5
+            script = case.scripts[key]
+            failing = 0.0 if over else script.failing  # a check that ends fails before or behind its limit
+            case.scripts[key] = replace(script, over=over, failing=failing, has_part=has_part)
+            if isinstance(rule, RewardRule):
+                rule.overrun = rng.choice([None, None, 0.2, 1.0])
+                if rule.higher_is_better and rng.random() < 0.2:
+                    rule.weight *= -1.0
+                if has_part and rng.random() < 0.4:
+                    task.primary_metric, task.higher_is_better = f"{rule.name}/part", rng.random() < 0.7
 
 
 def _long(case: Case) -> None:

@@ -45,6 +45,7 @@ from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import Failure, FailureKind, Rollout, Scored, Statistic, TaskEvaluation, TaskStats
 from multitask_rl.rollout.base import Generation, GenerationRequest
 from multitask_rl.run import assembly
+from multitask_rl.scoring.lane import Lane
 from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl.step.flow import Stage
@@ -58,7 +59,7 @@ from multitask_rl.training.sketch import sketch_gradient
 from . import world
 from .cases import Case
 from .naive.controllers import Seen
-from .naive.experience import Said
+from .naive.experience import Asked, Said
 from .naive.records import Answer, Attempt
 from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
@@ -590,6 +591,21 @@ def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor],
             hook.remove()
 
 
+@contextmanager
+def limits() -> Iterator[None]:
+    """Let a response of which a plugin says ``OVER`` exceed its limits; the plugin answers the probe."""
+    real = Lane._set_result
+
+    def set_result(lane: Lane, item: Any, result: Any) -> None:
+        if item.trouble is None and isinstance(result, Failure) and result.message == world.OVER:
+            lane._stuck(item, result, passed_limit=True)
+        else:
+            real(lane, item, result)
+
+    with patch.object(Lane, "_set_result", set_result):
+        yield
+
+
 def _tokenizer() -> PreTrainedTokenizerFast:
     names = {c: i for i, c in enumerate(world.VOCABULARY)}
     backend = Tokenizer(models.WordLevel(names, unk_token=world.VOCABULARY[world.UNKNOWN]))
@@ -649,6 +665,8 @@ def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
         "silent": script.silent,
         "same_silent": script.same_silent,
         "answers": list(script.answers),
+        "has_part": script.has_part,
+        "over": script.over,
         "if_bad": script.if_bad,
     } | more
 
@@ -663,9 +681,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
             rewards.append({"plugin": "environment", "name": r.name, "weight": r.weight} | own)
             continue
         config = _plugin(case, task, r.name, higher_is_better=r.higher_is_better, **ends)
-        rewards.append(
-            {"plugin": "reference.scripted:Reward", "name": r.name, "weight": r.weight, "config": config}
-        )
+        own = {"plugin": "reference.scripted:Reward", "name": r.name, "weight": r.weight, "config": config}
+        rewards.append(own | ({} if r.overrun is None else {"overrun": r.overrun}))
     constraints = []
     for c in task.constraints:
         spec: dict[str, Any] = {
@@ -933,6 +950,10 @@ def given_of(case: Case, product: Product) -> Given:
         script = case.scripts.get(f"{case.origin(attempt.task)}/{reward}", world.Script(""))
         return world.read_answer(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
 
+    def part(attempt: Attempt, reward: str) -> float | None:
+        script = case.scripts.get(f"{case.origin(attempt.task)}/{reward}", world.Script(""))
+        return world.part(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
+
     def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
         order = list(range(number))
         random_stream(case.seed, "minibatch", task, step, epoch).shuffle(order)
@@ -962,7 +983,7 @@ def given_of(case: Case, product: Product) -> Given:
         confirming_world=lambda purpose: Words(case, purpose, held_out),
         teachers=product.teachers(),
         held_out={n: len(own) for n, own in read.items()},
-        asked=asked,
+        asked=Asked(value=asked, part=part),
         shuffle=shuffle,
         ranks=_ranks(case),
         is_late=delay_of(case),

@@ -6,7 +6,7 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.environments.base import Opening, StepResult, World
 from multitask_rl.errors import DataError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Score, Verdict
-from reference.world import FAILED, Reply, Sample, Script, answer, read_answer, reply, with_usage
+from reference.world import Reply, Sample, Script, answer, part, read_answer, reply, with_usage
 
 
 @dataclass(kw_only=True, slots=True)
@@ -19,6 +19,8 @@ class Config:
     silent: float = 0.0
     same_silent: float = 0.0
     answers: list[str] = field(default_factory=list)
+    has_part: bool = False
+    over: float = 0.0
     if_bad: float | None = None
     low: float = float("-inf")
     high: float = float("inf")
@@ -39,6 +41,8 @@ class _Scripted:
             silent=config.silent,
             same_silent=config.same_silent,
             answers=tuple(config.answers),
+            has_part=config.has_part,
+            over=config.over,
             if_bad=config.if_bad,
         )
         self.traits = PluginTraits(
@@ -64,19 +68,25 @@ class Reward(_Scripted):
     def score(self, rollouts):
         found = [self.typed(value) for value in self.answers(rollouts)]
         return [
-            Score(value=value, answer=read_answer(self.seed, self.script, self.sample(rollout)))
+            Score(
+                value=value,
+                answer=read_answer(self.seed, self.script, self.sample(rollout)),
+                components=self.parts(rollout),
+            )
             if isinstance(value, float)
             else value
             for value, rollout in zip(found, rollouts, strict=True)
         ]
 
+    def parts(self, rollout):
+        found = part(self.seed, self.script, self.sample(rollout))
+        return {} if found is None else {"part": found}
+
     @staticmethod
     def typed(value):
         if value is None:
             return NOT_APPLICABLE
-        if value == FAILED:
-            return Failure(kind=FailureKind.data, message="scripted", source="")
-        return value
+        return failure(value) if isinstance(value, str) else value
 
 
 class Constraint(_Scripted):
@@ -87,8 +97,8 @@ class Constraint(_Scripted):
     def typed(value):
         if value is None:
             return None
-        if value == FAILED:
-            return Failure(kind=FailureKind.data, message="scripted", source="")
+        if isinstance(value, str):
+            return failure(value)
         return Verdict(cost=value, violated=value > 0.4)
 
 
@@ -124,6 +134,11 @@ class Talk(World):
         if said.fails:
             raise RuntimeError("scripted")
         return said
+
+
+def failure(what):
+    """``OVER`` becomes that of a response which exceeds a limit: what takes long is too slow for tests."""
+    return Failure(kind=FailureKind.data, message=what, source="")
 
 
 def limit(own):

@@ -22,6 +22,7 @@ from multitask_rl.models.grammar import Grammars
 from multitask_rl.records import Direction, TrainSample
 from multitask_rl.run.state import RunState
 from multitask_rl.run.supervisor import Supervisor
+from multitask_rl.scoring.items import Item
 from multitask_rl.statistics import definitions
 from multitask_rl.step import episodes, refill, task_state
 from multitask_rl.step import metrics as step_metrics
@@ -389,6 +390,14 @@ def a_renamed_task_begins_anew(patch):
     patch.setattr(RunState, "_renamed", lambda self, known: {})
 
 
+def what_exceeds_a_limit_has_failed(patch):
+    patch.setattr(Item, "conclusion", lambda self: self.trouble)
+
+
+def parts_of_what_exceeds_a_limit_are_left_out(patch):
+    patch.setattr(definitions, "OVERRUN", "none")
+
+
 def results_of_a_test_are_read(patch):
     patch.setattr(Supervisor, "_deciding", lambda self, evaluations: dict(evaluations))
 
@@ -414,6 +423,10 @@ def draws_by(*columns):
 
 def talks(case):
     return any(t.max_turns > 1 for t in case.settings.tasks)
+
+
+def exceeds():
+    return lambda case: any(script.over for script in case.scripts.values())
 
 
 def was_dead(case, steps):
@@ -493,6 +506,12 @@ FAULTS = {
         case.limiting.get(t.name) and t.stop and t.max_turns > 1 for t in case.settings.tasks
     ),
     a_renamed_task_begins_anew: lambda case: bool(case.renamed),
+    what_exceeds_a_limit_has_failed: exceeds(),
+    parts_of_what_exceeds_a_limit_are_left_out: lambda case: (
+        evaluates()(case)
+        and any("/part" in t.primary_metric for t in case.settings.tasks)
+        and exceeds()(case)
+    ),
     results_of_a_test_are_read: lambda case: (
         evaluates()(case)
         and any(t.is_reported and t.weight and t.type != "sft" for t in case.settings.trained)

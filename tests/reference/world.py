@@ -142,6 +142,8 @@ def with_usage(text: str, finish: str, read: int, written: int) -> str:
 
 
 FAILED = "failed"
+OVER = "over"
+"""A response exceeds the limits of its check."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,10 @@ class Script:
     """Chance that it says so of a whole group."""
     answers: tuple[str, ...] = ()
     """Those that it may read in a response, equally likely."""
+    has_part: bool = False
+    """Whether most scores have a named part."""
+    over: float = 0.0
+    """Chance that a response exceeds the limits of the check. An empty one never does."""
     if_bad: float | None = None
     """Value of a response of a collapsed policy; None: as of others."""
 
@@ -175,9 +181,11 @@ class Sample:
 
 
 def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
-    """A value, ``FAILED`` or None (not applicable)."""
+    """A value, ``FAILED``, ``OVER`` or None (not applicable)."""
     group = stream(seed, script.name, sample.task, sample.draw)
     own = stream(seed, script.name, sample)
+    if script.over and sample.ids and stream(seed, "over", script.name, sample).random() < script.over:
+        return OVER
     is_same, value, is_silent = group.random() < script.same, group.choice(script.values), group.random()
     if is_silent < script.same_silent or own.random() < script.silent:
         return None
@@ -186,6 +194,12 @@ def answer(seed: int, script: Script, sample: Sample) -> float | str | None:
     if script.if_bad is not None and sample.ids[:1] == (BAD,):
         return script.if_bad
     return value if is_same else own.choice(script.values)
+
+
+def part(seed: int, script: Script, sample: Sample) -> float | None:
+    """The part of a score; None: it has none."""
+    rng = stream(seed, script.name, "part", sample)
+    return rng.choice([0.0, 0.5, 1.0, 3.0]) if script.has_part and rng.random() < 0.7 else None
 
 
 def read_answer(seed: int, script: Script, sample: Sample) -> str:

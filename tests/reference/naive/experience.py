@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from .records import Answer, Attempt
-from .settings import FAILED, Asked, Settings, Task
+from .settings import FAILED, OVER, Settings, Task
 from .words import ended
 
 MOST_TRIES = 3
@@ -31,6 +31,16 @@ class Said:
     fails: bool = False
     limits: Sequence[tuple[Sequence[str], int]] = ()
     """Of the next answer: texts that end it beside those of the task, and its most tokens (0 = any)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What rewards and constraints say of a response."""
+
+    value: Callable[[str, str, int, int, int, Sequence[int]], float | str | None]
+    """Of task, plugin, draw, sample, attempt, response: value, ``FAILED``, ``OVER``; None: not applicable."""
+    part: Callable[[Attempt, str], float | None]
+    """Response, reward -> the part of its score that has a name, if there is one."""
 
 
 class World(Protocol):
@@ -66,12 +76,12 @@ class World(Protocol):
 def judge(task: Task, attempt: Attempt, asked: Asked) -> None:
     """Ask every constraint; above 0.4 it is violated. A failing judge makes the record a failed one.
 
-    An episode has the verdict of its worst answer.
+    An episode has the verdict of its worst answer. One that exceeds the limits of the check is as bad as any.
     """
     for rule in task.constraints:
         place = attempt.draw, attempt.index, attempt.attempt
-        said = [asked(task.name, rule.name, *place, answer.ids) for answer in attempt.answers]
-        costs = [float(x) for x in said if x is not None and x != FAILED]
+        said = [asked.value(task.name, rule.name, *place, answer.ids) for answer in attempt.answers]
+        costs = [1.0 if x == OVER else float(x) for x in said if x is not None and x != FAILED]
         if FAILED in said:
             attempt.verdicts[rule.name] = FAILED
             attempt.failed = attempt.lost = True
@@ -93,7 +103,14 @@ def score(task: Task, attempt: Attempt, asked: Asked) -> None:
             cut = 0.0 if attempt.finish == "length" else None
             attempt.values[rule.name] = cut if attempt.earned is None else attempt.earned
         else:
-            attempt.values[rule.name] = asked(task.name, rule.name, *place, attempt.ids)
+            value = asked.value(task.name, rule.name, *place, attempt.ids)
+            part, name = asked.part(attempt, rule.name), "part"
+            if value == OVER:
+                value, part, name = rule.if_over, 1.0, "overrun"
+                attempt.over |= {rule.name} if value != FAILED else set()
+            attempt.values[rule.name] = value
+            if part is not None and isinstance(value, float):
+                attempt.parts[f"{rule.name}/{name}"] = part
     weighted = [rule for rule in task.rewards if rule.weight]
     said = [attempt.values[rule.name] for rule in weighted]
     if FAILED in said or (weighted and all(v is None for v in said)):

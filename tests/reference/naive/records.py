@@ -47,6 +47,10 @@ class Attempt:
     failed: bool = False
     values: dict[str, float | str | None] = field(default_factory=dict)
     """Reward -> value."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """``reward/part`` -> value."""
+    over: set[str] = field(default_factory=set)
+    """Rewards whose check it exceeds."""
     reward: float | None = None
     terms: list[tuple[float, float]] = field(default_factory=list)
     """Weight and value of each summand of the reward; NaN where it is not applicable."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 FAILED = "failed"
+OVER = "over"
+"""A response exceeds the limits of its check."""
 
 _BASE = {
     "clip_low": 0.2,
@@ -70,9 +72,6 @@ POLICIES: dict[str, dict[str, float]] = {
 }
 """Configuration of every policy of the scheduler, as its page says."""
 
-Asked = Callable[[str, str, int, int, int, Sequence[int]], "float | str | None"]
-"""(task, plugin, draw, sample, attempt, response) -> value, ``FAILED``, or None: not applicable."""
-
 
 @dataclass(kw_only=True)
 class RewardRule:
@@ -83,6 +82,19 @@ class RewardRule:
     higher_is_better: bool = True
     is_of_world: bool = False
     """What the world of an episode gave."""
+    overrun: float | None = None
+    """Value of a response that exceeds the limits of the check; None = the worst there is."""
+
+    @property
+    def if_over(self) -> float | str:
+        """The bad end of its declared range, by its part in the sum; without one 0, if more is better."""
+        if self.overrun is not None:
+            return self.overrun
+        more_is_better = self.higher_is_better and self.weight >= 0.0
+        worst = self.low if more_is_better else self.high
+        if math.isfinite(worst):
+            return worst
+        return 0.0 if more_is_better else FAILED
 
     @property
     def signed_weight(self) -> float:
@@ -174,7 +186,12 @@ class Task:
         return self.max_episode_tokens or max(1, self.max_turns) * self.max_new_tokens
 
     def range_of(self, name: str) -> tuple[float, float] | None:
-        """Declared range of ``reward`` (penalties included) or of one of the rewards; None without one."""
+        """Declared range of ``reward`` (penalties included) or of one of the rewards; None without one.
+
+        A part of a reward has none.
+        """
+        if "/" in name:
+            return None
         if name != "reward":
             rule = next(r for r in self.rewards if r.name == name)
             return (rule.low, rule.high) if math.isfinite(rule.high - rule.low) else None

@@ -20,7 +20,9 @@ def last_attempts(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def value_of(task: Task, name: str, attempt: Attempt) -> float:
-    """What a served attempt says of ``reward`` or of one of its rewards."""
+    """What a served attempt says of ``reward``, of one of its rewards or of a part of one."""
+    if "/" in name:
+        return math.nan if attempt.failed or attempt.refused else attempt.parts.get(name, math.nan)
     if attempt.failed or attempt.refused:
         return math.nan
     if name == "reward":
@@ -32,23 +34,30 @@ def value_of(task: Task, name: str, attempt: Attempt) -> float:
 def slot_values(
     task: Task, name: str, final: Sequence[Attempt], direction: str, refused: Refused, key: str
 ) -> list[float]:
-    """Value of every slot: its own, or the refused value; NaN where it failed or is not concerned."""
+    """Value of every slot: its own, or the refused value; NaN where it failed or is not concerned.
+
+    A response that exceeds the limits of a reward has no part of it, and the refused value instead.
+    """
     served = [value_of(task, name, a) for a in final]
     known = [v for v in served if not math.isnan(v)]
     pick = min if direction == "higher" else max
-    if known and key not in refused:
+    rule, _, part = name.partition("/")
+    if known and key not in refused and direction != "none":
         refused[key] = pick(known)
     ends = task.range_of(name)
     instead = pick(ends) if ends is not None else refused.get(key, math.nan)
+    lost = [a.refused or (bool(part) and rule in a.over and name not in a.parts) for a in final]
     if name == "reward" and task.type == "constrained_decoding":
         instead = task.config["rejected_reward"]
     return [
-        math.nan if a.failed else instead if a.refused else value
-        for a, value in zip(final, served, strict=True)
+        math.nan if a.failed else instead if is_lost else value
+        for a, value, is_lost in zip(final, served, lost, strict=True)
     ]
 
 
 def direction_of(task: Task, name: str) -> str:
+    if "/" in name:
+        return "none"
     rule = next((r for r in task.rewards if r.name == name), None)
     return "higher" if rule is None or rule.higher_is_better else "lower"
 
@@ -56,8 +65,8 @@ def direction_of(task: Task, name: str) -> str:
 def primary(task: Task, attempts: Sequence[Attempt], refused: Refused) -> Number | None:
     """The primary metric over the slots."""
     name, final = task.primary_metric, last_attempts(attempts)
-    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
     direction = "higher" if task.higher_is_better else "lower"
+    values = slot_values(task, name, final, direction, refused, "primary")
     return number(values, [a.group for a in final], direction, task.range_of(name))
 
 
@@ -79,6 +88,8 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
     over_slots("reward_mean", "reward", "higher")
     for rule in task.rewards:
         over_slots(f"reward/{rule.name}", rule.name, direction_of(task, rule.name))
+    for part in dict.fromkeys(part for a in ends for part in a.parts):
+        over_slots(f"reward/{part}", part, "none")
     found["length"] = number([float(len(a.ids)) for a in ends], [a.group for a in ends], "none", None)
     rate("truncated_rate", ends, [float(a.finish == "length") for a in ends])
     rate("failure_rate", final, [float(a.failed) for a in final])
@@ -112,7 +123,8 @@ def solved_rates(task: Task, attempts: Sequence[Attempt], refused: Refused) -> d
     found: dict[str, Number] = {}
     if task.eval_samples == 1 or (task.solved_at is None and task.range_of(name) is None):
         return found
-    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    direction = "higher" if task.higher_is_better else "lower"
+    values = slot_values(task, name, final, direction, refused, "primary")
     side = 1 if task.higher_is_better else -1
     prompts: dict[object, list[bool]] = {a.group: [] for a in final}
     for a, value in zip(final, values, strict=True):
@@ -142,14 +154,15 @@ def majority(
     ``read``: attempt, reward -> the answer that the reward read.
     """
     name, final = task.primary_metric, last_attempts(attempts)
-    names = [r.name for r in task.rewards] if name == "reward" else [name]
+    names = [r.name for r in task.rewards] if name == "reward" else [name.partition("/")[0]]
     answers = []
     for a in final:
-        scored = [n for n in names if isinstance(a.values.get(n), float)]
+        scored = [n for n in names if isinstance(a.values.get(n), float) and n not in a.over]
         answers.append(next((said for n in scored if (said := read(a, n))), ""))
     if task.eval_samples == 1 or not any(answers):
         return None
-    values = slot_values(task, name, final, direction_of(task, name), refused, "primary")
+    direction = "higher" if task.higher_is_better else "lower"
+    values = slot_values(task, name, final, direction, refused, "primary")
     prompts: dict[object, list[tuple[str, float]]] = {a.group: [] for a in final}
     for a, answer, value in zip(final, answers, values, strict=True):
         if not math.isnan(value):
@@ -163,7 +176,6 @@ def majority(
             own = [value for a, value in votes if a == answer]
             means.append(math.fsum(own) / len(own))
         found.append(math.fsum(means) / len(means) if means else math.nan)
-    direction = "higher" if task.higher_is_better else "lower"
     return number(found, list(prompts), direction, task.range_of(name))
 
 

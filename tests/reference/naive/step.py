@@ -15,6 +15,7 @@ from torch import Tensor
 from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
 from .experience import (
+    Asked,
     World,
     credited_rewards,
     given_answer,
@@ -44,7 +45,7 @@ from .pools import Pools
 from .quantiles import check_draws
 from .records import Answer, Attempt, Number, Sample, number
 from .renaming import renamed
-from .settings import Anchor, Asked, Settings, Task
+from .settings import Anchor, Settings, Task
 from .statistics import (
     Refused,
     applied_ranges,
