@@ -416,23 +416,19 @@ def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
     """Return evaluation prompts, conditioned by the algorithm.
 
-    One that is too long loses its beginning. With an environment it is left out, as in training: an episode
-    renders its conversation anew.
+    One that is too long loses its beginning.
     """
     prompts, num_long, limit = [], 0, task.max_prompt_tokens
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)
         if limit and len(prompt.prompt_ids) > limit:
             num_long += 1
-            if task.spec.environment:
-                continue
             prompt.prompt_ids = prompt.prompt_ids[-limit:]
         _condition(task, prompt, evaluation=True)
         prompts.append(prompt)
     if num_long:
         task.warn_once(
-            f"its held-out prompts of more than {limit} tokens "
-            f"{'are left out' if task.spec.environment else 'lose their beginning'}: {num_long} of "
+            f"its held-out prompts of more than {limit} tokens lose their beginning: {num_long} of "
             f"{len(rows)}. rollout.max_prompt_tokens and max_new_tokens are the limits"
         )
     return prompts

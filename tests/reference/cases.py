@@ -312,11 +312,11 @@ def _chosen(case: Case) -> None:
     for task in settings.tasks:
         if rng.random() < 0.6:
             by = rng.choice(["pass_rate", "pass_rate", "grade", "number"])
-            if task.type in ("sft", "distill") and not (task.type == "distill" and task.rewards):
-                by = "grade"
             if by == "number" and random.Random(f"length {case.seed} {task.name}").random() < 0.5:
                 by = "length"
-            task.curriculum = Curriculum(by=by, pools=rng.choice([3, 5]), floor=rng.choice([0.1, 0.0, 0.5]))
+            curriculum = Curriculum(by=by, pools=rng.choice([3, 5]), floor=rng.choice([0.1, 0.0, 0.5]))
+            if task.type != "sft" and (task.type != "distill" or task.rewards):
+                task.curriculum = curriculum
             case.num_rows[task.name] = rng.choice([5, 12, 40])
     if settings.policy in ("static", "uniform"):
         settings.policy = rng.choice(["bandit", "patience", "learnability", "tac"])
