@@ -125,15 +125,15 @@ class CallCounts:
 
     def check(self, call: ToolCall, names: Collection[str]) -> str:
         """Count ``call`` and return what is wrong with it, for the actor; empty = it may be made."""
+        if self.left == 0:
+            self.wrong["over_limit"] += 1
+            return "Error: the limit of tool calls is reached; answer now, without a call"
         if call.problem:
             self.wrong["bad_json"] += 1
             return f"Error: {call.problem}"
         if call.name not in names:
             self.wrong["unknown_tool"] += 1
             return f"Error: there is no tool {call.name!r}; there are: {', '.join(sorted(names))}"
-        if self.left == 0:
-            self.wrong["over_limit"] += 1
-            return "Error: the limit of tool calls is reached; answer now, without a call"
         self.called[call.name] += 1
         if self.left is not None:
             self.left -= 1

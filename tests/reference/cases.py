@@ -19,7 +19,7 @@ from .naive.settings import (
     Settings,
     Task,
 )
-from .world import NUM_ROWS, VOCABULARY, Past, Script, prompt_ids
+from .world import CALLS, FORMS, NUM_ROWS, VOCABULARY, Past, Script, prompt_ids, tokens
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
@@ -38,6 +38,8 @@ RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
 UNTRAINED = 0.25
 """... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
+TOOLS = 0.12
+"""... with worlds of tools."""
 OVERRUN = 0.15
 """... some of whose responses exceed the limits of their checks."""
 LONG = 0.2
@@ -45,7 +47,7 @@ LONG = 0.2
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
-STREAM, CURRICULA, NEWER = 50, 2, 5
+STREAM, CURRICULA, NEWER = 50, 2, 106
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
@@ -79,8 +81,10 @@ class Case:
     """New names of tasks and anchors from the first resume on."""
     origins: dict[str, str] = field(default_factory=dict)
     """Name -> the name at first, of those that were renamed."""
-    spelled: list[str] = field(default_factory=list)
-    """Texts that responses hold often."""
+    spelled: list[list[int]] = field(default_factory=list)
+    """Tokens that responses hold often."""
+    form: str = ""
+    """In which calls of tools are written; each is one token."""
     limiting: dict[str, list[str]] = field(default_factory=dict)
     """Task whose world limits the next answer at times -> texts that it ends it with."""
     collapsed: list[int] = field(default_factory=list)
@@ -121,6 +125,8 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _untrained(case)
     if with_more and random.Random(f"over{NEWER} {seed}").random() < OVERRUN:
         _overrun(case)
+    if with_more and random.Random(f"tools{NEWER} {seed}").random() < TOOLS:
+        _tools(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     rng = random.Random(f"renamed{NEWER} {seed}")
@@ -243,7 +249,7 @@ def _stops(case: Case) -> None:
     """Let texts end responses: of the run, of a task, or of a world."""
     rng, settings = random.Random(f"stopped{NEWER} {case.seed}"), case.settings
     texts = rng.sample(ENDS, rng.choice([2, 3, 4]))
-    case.spelled = ["<pad>" if text == "d>" else text for text in texts]
+    case.spelled = [tokens("<pad>" if text == "d>" else text) for text in texts]
 
     def some() -> tuple[str, ...]:
         return tuple(rng.sample(texts, rng.choice([1, 1, 2])))
@@ -294,6 +300,23 @@ def _overrun(case: Case) -> None:
                     rule.weight *= -1.0
                 if has_part and rng.random() < 0.4:
                     task.primary_metric, task.higher_is_better = f"{rule.name}/part", rng.random() < 0.7
+
+
+def _tools(case: Case) -> None:
+    """Let worlds answer calls of tools."""
+    rng, settings = random.Random(f"with tools{NEWER} {case.seed}"), case.settings
+    for task in settings.tasks:
+        if task.type == "sft" or task.grammar or rng.random() < 0.3:
+            continue
+        if not task.max_turns or not any(rule.is_of_world for rule in task.rewards):
+            task.rewards.append(RewardRule(name="environment", is_of_world=True))
+        task.has_tools, task.max_turns = True, rng.choice([2, 3, 4])
+        task.max_tool_calls, task.stop = rng.choice([0, 0, 1, 2]), ()
+        case.limiting.pop(task.name, None)
+    case.form = rng.choice(FORMS)
+    calls = range(len(VOCABULARY), len(VOCABULARY) + len(CALLS))
+    settings.first_control_token = calls.stop
+    case.spelled = [*case.spelled, *([call] for call in calls)]
 
 
 def _long(case: Case) -> None:

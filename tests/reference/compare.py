@@ -335,7 +335,7 @@ def _compare_step(
         for name in found.numbers:
             prefix = f"task/{task.name}/"
             if (
-                name.startswith((f"{prefix}cost", f"{prefix}reward/"))
+                name.startswith((f"{prefix}cost", f"{prefix}reward/", f"{prefix}environment/"))
                 and name.removeprefix(prefix) not in known
             ):
                 yield f"{name} is {found.numbers[name]}, the reference has none"

@@ -59,7 +59,7 @@ from multitask_rl.training.sketch import sketch_gradient
 from . import world
 from .cases import Case
 from .naive.controllers import Seen
-from .naive.experience import Asked, Said
+from .naive.experience import Asked, Call, Said
 from .naive.records import Answer, Attempt
 from .naive.settings import FAILED, Anchor, Task
 from .naive.step import Given
@@ -76,7 +76,7 @@ class ScriptedEngine(FakeEngine):
     """By grammar."""
     collapsed: Sequence[int] = ()
     """Versions that are."""
-    spelled: Sequence[str] = ()
+    spelled: Sequence[Sequence[int]] = ()
     decode: Callable[[Sequence[int]], str] = staticmethod(str)
     """Special tokens are text."""
     fingerprint: Callable[[], float] = staticmethod(float)
@@ -159,24 +159,40 @@ class Held:
         self._inner.cancel(indices)
 
 
+Told = tuple[str, int, tuple[str, ...]]
+"""Task, seed of the episode's world, what the world has heard."""
+
+
 class Worlds:
     """The pool of worlds, all of them in this process."""
 
     in_lockstep, num_queued = True, 0
 
-    def __init__(self, specs: Mapping[str, WorldSpec]) -> None:
-        self._specs = specs
+    def __init__(self, specs: Mapping[str, WorldSpec], told: dict[Told, list[str]]) -> None:
+        self._specs, self._told = specs, told
+        self._heard: list[Told] = []
         self._open: list[Any] = []
         self._answers: list[tuple[int, Any]] = []
 
     def open(self, task: str, row: Mapping[str, Any], seed: int = 0) -> int:
         spec = self._specs[task]
         self._open.append(spec.build(lambda function, *args, **named: function(*args, **named), seed))
+        self._heard.append((task, seed % 2**32, ()))
         self._ask(len(self._open), lambda own: own.reset(row))
         return len(self._open)
 
     def step(self, ticket: int, message: Mapping[str, Any]) -> None:
-        self._ask(ticket, lambda own: own.step(message))
+        task, seed, heard = self._heard[ticket - 1]
+        self._heard[ticket - 1] = key = task, seed, (*heard, str(message["content"]))
+
+        def step(own: Any) -> Any:
+            answer = own.step(message)
+            # errors are long texts, and the model is small
+            short = [{**m, "content": str(m["content"])[:4]} for m in answer.messages]
+            self._told[key] = [m["content"] for m in short]
+            return replace(answer, messages=short)
+
+        self._ask(ticket, step)
 
     def finish(self, ticket: int) -> None:
         self._ask(ticket, lambda own: Ended(own.earned()))
@@ -305,6 +321,8 @@ class Product:
     directory: Path
     trainer: Trainer = field(init=False)
     speakers: dict[float, int] = field(default_factory=dict)
+    told: dict[Told, list[str]] = field(default_factory=dict)
+    """What worlds have said."""
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
@@ -363,7 +381,7 @@ class Product:
         network: Any = _model(case, case.seed)
         if settings.lora_rank:
             network = add_adapters(network, model.lora, case.seed)
-        actor = Actor(network, _tokenizer(), model)
+        actor = Actor(network, _tokenizer(case), model)
         loader = TaskDataLoader(
             splits={
                 t.name: {
@@ -435,7 +453,7 @@ class Product:
         model = _model(self.case, self.case.seed + 1).float()  # of numbers that float32 has
         with arithmetic("float32"):
             model.save_pretrained(self._teacher_directory)
-        _tokenizer().save_pretrained(self._teacher_directory)
+        _tokenizer(self.case).save_pretrained(self._teacher_directory)
         self.teacher = {name: p.detach().double() for name, p in model.named_parameters()}
 
     def teachers(self) -> dict[str, dict[str, Tensor]]:
@@ -474,7 +492,7 @@ class Product:
 
         def build(plan: Any) -> Worlds | None:
             specs = {n: WorldSpec.of_task(s) for n, s in plan.specs.items() if s.environment}
-            return Worlds(specs) if specs else None
+            return Worlds(specs, self.told) if specs else None
 
         with patch.object(assembly, "build_worlds", build):
             evaluator = self.trainer._open().evaluator
@@ -606,8 +624,8 @@ def limits() -> Iterator[None]:
         yield
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    names = {c: i for i, c in enumerate(world.VOCABULARY)}
+def _tokenizer(case: Case) -> PreTrainedTokenizerFast:
+    names = {c: i for i, c in enumerate(world.vocabulary(case.form))}
     backend = Tokenizer(models.WordLevel(names, unk_token=world.VOCABULARY[world.UNKNOWN]))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -622,13 +640,13 @@ def _plain(name: str) -> str:
 def _model(case: Case, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(world.VOCABULARY),
+        vocab_size=len(world.vocabulary(case.form)),
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=case.settings.num_heads,
         num_key_value_heads=case.settings.num_key_value_heads,
-        max_position_embeddings=64,
+        max_position_embeddings=256 if case.form else 64,
         pad_token_id=world.PAD,
         eos_token_id=world.EOS,
         bos_token_id=None,
@@ -728,12 +746,13 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
     if task.grammar:
         constraints.append({"mode": "grammar", "config": task.grammar})
     if task.max_turns:
-        given["environment"] = "reference.scripted:Talk"
+        given["environment"] = f"reference.scripted:{'Tools' if task.has_tools else 'Talk'}"
         origin = case.origin(task.name)
         given["environment_config"] = {"world": case.seed, "task": origin}
         if origin in case.limiting:
             given["environment_config"]["ends"] = case.limiting[origin]
         given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
+        given["max_tool_calls"] = task.max_tool_calls
     if task.type == "distill":
         given["teacher"] = teacher
     if task.weight != 1.0:  # as a missing one
@@ -844,6 +863,8 @@ class Words:
     case: Case
     purpose: str
     row: Callable[[str, int], int]
+    said: Mapping[Told, list[str]]
+    """By worlds of tools."""
 
     def prompt(self, task: str, draw: int) -> list[int]:
         return world.prompt_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
@@ -857,7 +878,7 @@ class Words:
         return derive_seed(self.case.seed, purpose, own, *place)
 
     def spell(self, token: int) -> tuple[str, bool]:
-        return world.VOCABULARY[token], token in (world.PAD, world.EOS)
+        return world.vocabulary(self.case.form)[token], token in (world.PAD, world.EOS)
 
     def write(
         self,
@@ -877,8 +898,7 @@ class Words:
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
-        episode = self.seed(task, self.purpose, *place, "world")
-        seed = derive_seed(episode, tried) % 2**32
+        seed = self.episode(task, place, tried)
         origin, text = self.case.origin(task), said[-1].text if said else ""
         ends = self.case.limiting.get(origin)
         if said and ends is not None:
@@ -895,6 +915,35 @@ class Words:
             fails=own.fails,
             limits=own.limits,
         )
+
+    def episode(self, task: str, place: tuple[int, int, int], tried: int) -> int:
+        """Seed of the world."""
+        return derive_seed(self.seed(task, self.purpose, *place, "world"), tried) % 2**32
+
+    def calls(self, ids: Sequence[int]) -> list[world.Call]:
+        first = len(world.VOCABULARY)
+        return [world.CALLS[i - first] for i in ids if i >= first]
+
+    def call(self, task: str, place: tuple[int, int, int], tried: int, made: list[str], call: Call) -> bool:
+        assert isinstance(call, world.Call)
+        made.append(f"look {call.arguments['place']}" if call.tool == "look" else call.tool)
+        return world.look(*self.world_of(task, place, tried), made) is None
+
+    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> list[int]:
+        """Take the words of errors from the product; a world that has not heard these answers has none."""
+        words = self.said.get((task, self.episode(task, place, tried), tuple(a.text for a in said)), [])
+        text = "\n" + "".join(f"{word}\n" for word in words)
+        known = {c: i for i, c in enumerate(world.VOCABULARY) if len(c) == 1}
+        return [known.get(c, world.UNKNOWN) for c in text]
+
+    def earned(
+        self, task: str, place: tuple[int, int, int], tried: int, made: Sequence[str]
+    ) -> float | str | None:
+        return world.earned(*self.world_of(task, place, tried), made)
+
+    def world_of(self, task: str, place: tuple[int, int, int], tried: int) -> tuple[int, str, int, int]:
+        episode = self.episode(task, place, tried)
+        return self.case.seed, self.case.origin(task), self.row(task, place[0]), episode
 
 
 def given_of(case: Case, product: Product) -> Given:
@@ -978,9 +1027,9 @@ def given_of(case: Case, product: Product) -> Given:
         column=column,
         chosen=chosen,
         compared=compared,
-        world=Words(case, "rollout", row),
-        held_out_world=Words(case, "evaluation", held_out),
-        confirming_world=lambda purpose: Words(case, purpose, held_out),
+        world=Words(case, "rollout", row, product.told),
+        held_out_world=Words(case, "evaluation", held_out, product.told),
+        confirming_world=lambda purpose: Words(case, purpose, held_out, product.told),
         teachers=product.teachers(),
         held_out={n: len(own) for n, own in read.items()},
         asked=Asked(value=asked, part=part),

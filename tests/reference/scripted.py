@@ -6,7 +6,19 @@ from multitask_rl.contracts import PluginTraits
 from multitask_rl.environments.base import Opening, StepResult, World
 from multitask_rl.errors import DataError
 from multitask_rl.records import NOT_APPLICABLE, Failure, FailureKind, Score, Verdict
-from reference.world import Reply, Sample, Script, answer, part, read_answer, reply, with_usage
+from reference.world import (
+    FAILED,
+    Reply,
+    Sample,
+    Script,
+    answer,
+    earned,
+    look,
+    part,
+    read_answer,
+    reply,
+    with_usage,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,6 +148,40 @@ class Talk(World):
         return said
 
 
+class Tools:
+    """A world of tools."""
+
+    def __init__(self, world: int, task: str, seed: int = 0):
+        self.name, self.episode, self.made = (world, task), seed, []
+
+    def reset(self, id, **row):
+        self.place = (*self.name, id, self.episode)
+        said = reply(*self.place, 0, "")
+        if said.fails:
+            raise RuntimeError("scripted")
+        return said.text
+
+    def look(self, place: int) -> str:
+        """Look there."""
+        return self._look(f"look {place}")
+
+    def fail(self, text: str) -> str:
+        """Fail."""
+        return self._look("fail")
+
+    def _look(self, what):
+        self.made.append(what)
+        if (found := look(*self.place, self.made)) is None:
+            raise ValueError("scripted")
+        return found
+
+    def get_reward(self):
+        found = earned(*self.place, self.made)
+        if found == FAILED:
+            raise RuntimeError("scripted")
+        return found
+
+
 def failure(what):
     """``OVER`` becomes that of a response which exceeds a limit: what takes long is too slow for tests."""
     return Failure(kind=FailureKind.data, message=what, source="")
@@ -146,4 +192,4 @@ def limit(own):
     return {"stop": stop, "max_tokens": most}
 
 
-__all__ = ["Constraint", "DataError", "Reward", "Talk"]
+__all__ = ["Constraint", "DataError", "Reward", "Talk", "Tools"]

@@ -16,6 +16,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, Unlear
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.data import PooledStream
+from multitask_rl.environments.calls import CallCounts
 from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.models import lora
 from multitask_rl.models.grammar import Grammars
@@ -398,6 +399,17 @@ def parts_of_what_exceeds_a_limit_are_left_out(patch):
     patch.setattr(definitions, "OVERRUN", "none")
 
 
+def refused_calls_use_up_the_limit(patch):
+    real = CallCounts.refuse
+
+    def refuse(self, call):
+        left = self.left
+        real(self, call)
+        self.left = left
+
+    patch.setattr(CallCounts, "refuse", refuse)
+
+
 def results_of_a_test_are_read(patch):
     patch.setattr(Supervisor, "_deciding", lambda self, evaluations: dict(evaluations))
 
@@ -512,6 +524,7 @@ FAULTS = {
         and any("/part" in t.primary_metric for t in case.settings.tasks)
         and exceeds()(case)
     ),
+    refused_calls_use_up_the_limit: lambda case: any(t.max_tool_calls for t in case.settings.tasks),
     results_of_a_test_are_read: lambda case: (
         evaluates()(case)
         and any(t.is_reported and t.weight and t.type != "sft" for t in case.settings.trained)

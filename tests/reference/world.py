@@ -1,5 +1,6 @@
 """What happens outside of the step: prompts, responses and scores, by name, the same for both sides."""
 
+import json
 import math
 import random
 import re
@@ -29,6 +30,48 @@ class Response:
 def tokens(text: str) -> list[int]:
     """Token ids of a text that may hold special tokens."""
     return [VOCABULARY.index(token) for token in re.findall("<\\w+>|.", text)]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One that an actor writes with a token of its own."""
+
+    tool: str
+    arguments: dict[str, object]
+    problem: str = ""
+    """How it is counted if it is not made."""
+
+
+CALLS = [
+    Call("look", {"place": 1}),
+    Call("look", {"place": 2}),
+    Call("fail", {"text": "x"}),
+    Call("walk", {"place": 1}, "unknown_tool"),
+    Call("look", {"place": "two"}, "bad_arguments"),
+    Call("look", {"far": 1, "place": 1}, "bad_arguments"),
+    Call("look", {}, "bad_json"),
+]
+FORMS = ("tag", "list", "function")
+
+
+def written(call: Call, form: str) -> str:
+    """A call in one of the forms that models write."""
+    text = json.dumps({"name": call.tool, "arguments": call.arguments})
+    if call.problem == "bad_json":
+        text = text[:-4]
+    if form == "tag":
+        return f"<tool_call>{text}</tool_call>"
+    if form == "list":
+        return f"[TOOL_CALLS][{text}]"
+    if call.problem == "bad_json":
+        return f"<function={call.tool}>{text[:-2]}</function>"
+    own = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in call.arguments.items())
+    return f"<function={call.tool}>\n{own}</function>"
+
+
+def vocabulary(form: str) -> list[str]:
+    """Texts of the tokens; with a ``form`` calls are tokens, too."""
+    return [*VOCABULARY, *(written(call, form) for call in CALLS if form)]
 
 
 def prompt_ids(seed: int, task: str, row: int) -> list[int]:
@@ -68,16 +111,16 @@ def respond(
     limit: int,
     sentences: list[list[int]] | None = None,
     is_collapsed: bool = False,
-    spelled: Sequence[str] = (),
+    spelled: Sequence[Sequence[int]] = (),
 ) -> Response:
-    """Tokens by chance, among them the texts ``spelled``; with a grammar, prefixes of its ``sentences``."""
+    """Tokens by chance, among them those ``spelled``; with a grammar, prefixes of its ``sentences``."""
     rng = stream("response", tuple(prompt), seed, version)
     ids: list[int] = []
     while len(ids) < limit:
         if not ids and is_collapsed and sentences is None and rng.random() < 0.9:
             ids.append(BAD)
         elif spelled and sentences is None and rng.random() < 0.25:
-            ids += tokens(rng.choice(spelled))
+            ids += rng.choice(spelled)
         elif sentences is None:
             ids.append(EOS if rng.random() < 0.2 else rng.randrange(2, len(VOCABULARY)))
         else:
@@ -129,6 +172,18 @@ def _reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) 
     reward = rng.choice([None, 0.0, 0.25, 1.0])
     end = rng.random()
     return Reply(text=text, is_anew=end < 0.25, is_done=0.25 <= end < 0.5, reward=reward)
+
+
+def look(seed: int, task: str, row: int, episode: int, made: Sequence[str]) -> str | None:
+    """What the tool answers after the calls ``made``, this one included; None: it raises."""
+    rng = stream(seed, "look", task, row, episode, tuple(made))
+    return None if made[-1] == "fail" or rng.random() < 0.2 else rng.choice(VOCABULARY[2:])
+
+
+def earned(seed: int, task: str, row: int, episode: int, made: Sequence[str]) -> float | str | None:
+    """What the world of tools gives an episode; ``FAILED``: it raises."""
+    rng = stream(seed, "earned", task, row, episode, tuple(made))
+    return rng.choice([None, 0.0, 0.5, 1.0, 1.0, 3.0]) if rng.random() < 0.95 else FAILED
 
 
 def text_of(ids: list[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -43,6 +44,15 @@ class Asked:
     """Response, reward -> the part of its score that has a name, if there is one."""
 
 
+class Call(Protocol):
+    """A call of a tool. ``problem``: how it counts if it is not one that can be made."""
+
+    @property
+    def tool(self) -> str: ...
+    @property
+    def problem(self) -> str: ...
+
+
 class World(Protocol):
     """What a step cannot know of prompts, responses and worlds. ``place``: draw, sample, attempt."""
 
@@ -70,6 +80,24 @@ class World(Protocol):
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         """The world's reply to the answers so far; to none of them what it says first."""
+        ...
+
+    def calls(self, ids: Sequence[int]) -> Sequence[Call]:
+        """Return the calls of tools that an answer holds."""
+        ...
+
+    def call(self, task: str, place: tuple[int, int, int], tried: int, made: list[str], call: Call) -> bool:
+        """Make a call, and add it to those ``made``; return whether it raises."""
+        ...
+
+    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> list[int]:
+        """Return what the actor is told of the calls of its last answer."""
+        ...
+
+    def earned(
+        self, task: str, place: tuple[int, int, int], tried: int, made: Sequence[str]
+    ) -> float | str | None:
+        """Return what a world of tools gives the episode; ``FAILED``: it raises."""
         ...
 
 
@@ -205,6 +233,7 @@ def play(
         return own
     for tried in range(MOST_TRIES):
         own.answers, own.earned, own.finish = [], None, "error"
+        own.made, own.facts = [], Counter()
         said = world.hear(task.name, place, tried, [])
         fitted = fit([*world.prompt(task.name, draw), *said.ids])
         if fitted is None and not said.fails:
@@ -212,11 +241,14 @@ def play(
         context = [*control, *(fitted or [])]
         while not said.fails:
             room = task.most_tokens - len(own.ids)
-            if said.is_done:
-                own.finish = own.answers[-1].finish
-                return own
-            if own.answers and (len(own.answers) >= task.max_turns or room < 1):
-                own.finish = "length"
+            is_cut = bool(own.answers) and (len(own.answers) >= task.max_turns or room < 1)
+            if said.is_done or is_cut:
+                own.finish = own.answers[-1].finish if said.is_done else "length"
+                if task.has_tools:
+                    earned = world.earned(task.name, place, tried, own.made)
+                    if isinstance(earned, str):
+                        break
+                    own.earned = earned
                 return own
             most = min([task.max_new_tokens, room, *(own for _, own in said.limits if own)])
             stops = [*task.stop, *(text for own, _ in said.limits for text in own)]
@@ -224,12 +256,31 @@ def play(
             answer = ended(written, stops, world.spell)
             answer.is_anew = said.is_anew
             own.answers.append(answer)
-            said = world.hear(task.name, place, tried, own.answers)
+            if task.has_tools:
+                said = use_tools(task, own, tried, world)
+            else:
+                said = world.hear(task.name, place, tried, own.answers)
             if said.reward is not None and not said.fails:
                 own.earned = (own.earned or 0.0) + said.reward
             context = [*control, *said.ids] if said.is_anew else [*context, *answer.ids, *said.ids]
-    own.lost = True
+    own.lost, own.finish = True, "error"
     return own
+
+
+def use_tools(task: Task, own: Attempt, tried: int, world: World) -> Said:
+    """Make the calls of the last answer in order; beyond the limit they are refused."""
+    place = own.draw, own.index, own.attempt
+    calls = world.calls(own.answers[-1].ids)
+    for call in calls:
+        if 0 < task.max_tool_calls <= len(own.made):
+            own.facts["wrong_calls/over_limit"] += 1
+        elif call.problem:
+            own.facts[f"wrong_calls/{call.problem}"] += 1
+        else:
+            own.facts[f"tool_calls/{call.tool}"] += 1
+            if world.call(task.name, place, tried, own.made, call):
+                own.facts[f"tool_errors/{call.tool}"] += 1
+    return Said(ids=world.told(task.name, place, tried, own.answers)) if calls else Said(is_done=True)
 
 
 def is_trainable(task: Task, attempt: Attempt) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -39,6 +40,10 @@ class Attempt:
     version: int
     earned: float | None = None
     """What the world of an episode gave."""
+    made: list[str] = field(default_factory=list)
+    """Calls of tools that were made, those that raised included."""
+    facts: Counter[str] = field(default_factory=Counter)
+    """Calls by name, and those that were refused by kind."""
     lost: bool = False
     """The engine, the world or a judge failed: no update uses the response."""
     verdicts: dict[str, tuple[float, bool] | str | None] = field(default_factory=dict)

@@ -155,6 +155,10 @@ class Task:
     """Of its grammar: all that a response may be, without the end token."""
     max_turns: int = 0
     """Most answers of an episode; 0 = no world, one response."""
+    has_tools: bool = False
+    """Its world answers calls of tools; the first answer without one ends the episode."""
+    max_tool_calls: int = 0
+    """Those that are made; 0 = any number."""
     eval_samples: int = 1
     solved_at: float | None = None
     """None: the good end of the range of the primary metric."""

@@ -101,6 +101,9 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
         found["turns"] = number(turns, [a.group for a in ends], "none", None)
         given = [float(sum(given_before(a.answers))) for a in ends]
         found["given_tokens"] = number(given, [a.group for a in ends], "none", None)
+        for fact in {name for a in ends for name in a.facts}:
+            counts = [float(a.facts[fact]) for a in ends]
+            found[f"environment/{fact}"] = number(counts, [a.group for a in ends], "none", None)
     if task.constraints:
         counted = [c for c in task.constraints if not (c.mode == "penalty" and c.weight == 0.0)]
         rate("cost", alive, [overall_cost(counted, a) for a in alive])

@@ -278,6 +278,8 @@ def test_calls_beyond_the_limit_are_refused_and_the_actor_may_answer():
     third = box.step({"content": call("d")})
     assert not third.done
     assert third.info == {"wrong_calls": {"over_limit": 1}}
+    wrong = box.step({"content": call("e").replace("put", "take") + call("e")[:-14]})
+    assert wrong.info == {"wrong_calls": {"over_limit": 2}}, "of any further call, also one that is wrong"
     assert box.step({"content": "two"}).done
     assert box.earned() == 2.0
 
