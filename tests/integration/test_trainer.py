@@ -479,7 +479,7 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
         trainer._open()
         whole = trainer.parts.store.checkpoints.load(directory / "whole/checkpoints/step_00000005")
         refused = 0
-        for _ in range(100):
+        for _ in range(300):
             state = copy.deepcopy(whole.state)
             node, key = state, rng.choice(sorted(state))
             while isinstance(node[key], dict | list) and node[key] and rng.random() < 0.8:
@@ -495,7 +495,7 @@ def test_state_that_was_edited_is_refused_with_its_place_or_taken_whole(finished
             except CheckpointError as error:
                 refused += 1
                 assert re.search("does not hold what this version|is unreadable", str(error))  # noqa: PT017
-    assert refused > 33
+    assert refused > 78, "a third of 1,500 edits was refused; 78 of 300 are three standard errors less"
 
 
 TOLD = """
