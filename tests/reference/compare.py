@@ -31,7 +31,15 @@ from .naive.guard import ActingGuard
 from .naive.records import Attempt, Number, Sample
 from .naive.settings import FAILED
 from .naive.step import Result, Run, Teacher
-from .product import Product, ProductStep, arithmetic, given_of, limits, rename_given, temporary_directory
+from .product import (
+    Product,
+    ProductStep,
+    arithmetic,
+    given_of,
+    rename_given,
+    temporary_directory,
+    without_a_clock,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +124,7 @@ def compare(case: Case) -> Comparison:
     """Run ``case`` on both sides."""
     torch.set_num_threads(1)
     result = Comparison()
-    with arithmetic(case.arithmetic), limits(), temporary_directory() as directory:
+    with arithmetic(case.arithmetic), without_a_clock(), temporary_directory() as directory:
         product = Product(case, Path(directory))
         try:
             result.problems += _compare(case, product, result)

@@ -50,6 +50,7 @@ from multitask_rl.scoring.round import Pending
 from multitask_rl.seeding import derive_seed, random_stream
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import StepReport
+from multitask_rl.step.stages import RolloutStage
 from multitask_rl.testing import FakeEngine
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.backend import CreditedSample
@@ -610,9 +611,16 @@ def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor],
 
 
 @contextmanager
-def limits() -> Iterator[None]:
-    """Let a response of which a plugin says ``OVER`` exceed its limits; the plugin answers the probe."""
-    real = Lane._set_result
+def without_a_clock() -> Iterator[None]:
+    """Let the case alone say what takes long.
+
+    A response of which a plugin says ``OVER`` exceeds its limits; the plugin answers the probe. With a quorum
+    worlds are waited for, however slow this machine is: they answer at once.
+    """
+    real, wait_for_worlds = Lane._set_result, RolloutStage._wait_for_worlds
+
+    def wait(stage: RolloutStage, call: Any, worlds: Any, _: float, is_enough: Any) -> Any:
+        return wait_for_worlds(stage, call, worlds, 60.0, is_enough)
 
     def set_result(lane: Lane, item: Any, result: Any) -> None:
         if item.trouble is None and isinstance(result, Failure) and result.message == world.OVER:
@@ -620,7 +628,7 @@ def limits() -> Iterator[None]:
         else:
             real(lane, item, result)
 
-    with patch.object(Lane, "_set_result", set_result):
+    with patch.object(Lane, "_set_result", set_result), patch.object(RolloutStage, "_wait_for_worlds", wait):
         yield
 
 

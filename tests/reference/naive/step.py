@@ -562,13 +562,14 @@ class Run:
             self.margins,
         )
         loss = sum((w * own.sum() for (_, w), own in zip(active, losses, strict=True)), torch.zeros(()))
+        parts: dict[str, Tensor] = {}
         if self.parts is not None and not self.parts:
             trained = [w for w in actor.values() if w.requires_grad]
             for name in dict.fromkeys(s.task for s, _ in active):
                 pairs = zip(active, losses, strict=True)
                 own_loss = sum((w * x.sum() for (s, w), x in pairs if s.task == name), torch.zeros(()))
                 own_parts = torch.autograd.grad(own_loss, trained, retain_graph=True, materialize_grads=True)
-                self.parts[name] = torch.cat([g.flatten() for g in own_parts])
+                parts[name] = torch.cat([g.flatten() for g in own_parts])
         loss.backward()  # type: ignore[no-untyped-call]
         found = {n: w.grad for n, w in leaves.items() if w.grad is not None}
         gradients: dict[str, Tensor] = {}
@@ -578,6 +579,7 @@ class Run:
                 gradients |= clipped(settings, own)[0]
         if not gradients:
             return []
+        self.parts = parts or self.parts
         rate = settings.learning_rate * factor
         critic_rate = (settings.critic_learning_rate or 10.0 * settings.learning_rate) * factor
         applied = teacher.gradients(gradients)
