@@ -33,7 +33,7 @@ MASK_CELLS = 2**25
 BUCKET_SLACK = 16
 """Tokens by which even the shortest prompt of a bucket may be padded."""
 WORTHWHILE_TOKENS = {"cpu": 256}
-"""Prompt tokens that a forward more must save; on other devices as many as a whole forward has."""
+"""Least prompt tokens that a shared beginning must save to be computed apart; else ``CHUNK_TOKENS``."""
 SMALLEST_STEP = 8
 """Least difference between the sizes that batches are filled up to."""
 
@@ -330,8 +330,9 @@ TokenDecoder = SharedDecoder | PlainDecoder
 
 def is_recurrent(model: Any) -> bool:
     """Whether layers of ``model`` keep a state that each token changes (Mamba, Qwen3.5, LFM2)."""
-    layers = DynamicCache(config=model.config).layers
-    return getattr(model, "_is_stateful", False) or any(not isinstance(a, CacheLayerMixin) for a in layers)
+    kept = DynamicCache(config=model.config).layers
+    has_states = not all(isinstance(layer, CacheLayerMixin) for layer in kept)
+    return has_states or bool(getattr(model, "_is_stateful", False))
 
 
 @torch.no_grad()

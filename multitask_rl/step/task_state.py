@@ -414,10 +414,7 @@ def render_answer_ids(task: TaskState, row: Row, actor: Actor) -> list[int]:
 
 
 def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prompt]:
-    """Return evaluation prompts, conditioned by the algorithm.
-
-    One that is too long loses its beginning.
-    """
+    """Return evaluation prompts, conditioned by the algorithm; one that is too long loses its beginning."""
     prompts, num_long, limit = [], 0, task.max_prompt_tokens
     for index, row in enumerate(rows):
         prompt = render(task, row, index, actor, evaluation=True)

@@ -143,10 +143,12 @@ def test_a_recurrent_model_computes_each_token_once(name: str) -> None:
             assert one.rollout_logprobs == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-def test_what_many_prompts_begin_with_is_computed_once(model: Any) -> None:
+@pytest.mark.parametrize("others", [False, True], ids=["one beginning", "one of each kind"])
+def test_what_many_prompts_begin_with_is_computed_once(model: Any, others: bool) -> None:
     system = [2 + (3 * i) % 38 for i in range(60)]
+    second = system[::-1] if others else system
     short = [[*system, *(2 + (1 + i) * k % 37 for i in range(2 + k))] for k in range(1, 8)]
-    long = [[*system, *(2 + (1 + i) * k % 35 for i in range(90 + k))] for k in range(1, 8)]
+    long = [[*second, *(2 + (1 + i) * k % 35 for i in range(90 + k))] for k in range(1, 8)]
     sampling = SamplingParams(max_new_tokens=12, temperature=0.7)
 
     def requests(prompts: list[list[int]]) -> list[GenerationRequest]:
@@ -163,8 +165,9 @@ def test_what_many_prompts_begin_with_is_computed_once(model: Any) -> None:
     )
     together = engine.generate(requests([*short, *long]))
     hook.remove()
-    assert sum(computed) == 60 + 7 * 9 + 7 * 97, "of each kind as many columns as its longest has"
-    assert engine.num_prompt_tokens - engine.num_cached_tokens == 60 + sum(
+    begun = 120 if others else 60
+    assert sum(computed) == begun + 7 * 9 + 7 * 97, "of each kind as many columns as its longest has"
+    assert engine.num_prompt_tokens - engine.num_cached_tokens == begun + sum(
         min(len(prompt), width) for prompts, width in ((short, 9), (long, 97)) for prompt in prompts
     )
     strange = [[*prompt[:30], 4, *prompt[31:]] for prompt in short[:2]]
