@@ -22,7 +22,7 @@ FOREIGN = {
     "lazy": (1, "a public name in its module"),
     "models": (13, "transformers models, configurations and tokenizers; peft layers"),
     "plugins": (8, "a user's object"),
-    "rollout": (16, "transformers models; objects inside vLLM"),
+    "rollout": (17, "transformers models; objects inside vLLM"),
     "run": (6, "a reward given as an object"),
     "sandbox": (20, "builtins, the interpreter, objects of a candidate program, limits by name"),
     "scoring": (22, "a user's plugin or a value it returned; objects of other reward libraries"),

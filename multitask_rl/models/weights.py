@@ -18,6 +18,7 @@ class WeightStream(Mapping[str, Tensor]):
         like: tensors with names, shapes and types of the weights, in order; their values are not read.
         bring: returns the weights of the names of one bucket.
         most: bytes of a bucket.
+        buckets: names that are brought together, in order; None = cut by ``most``.
     """
 
     def __init__(
@@ -25,9 +26,11 @@ class WeightStream(Mapping[str, Tensor]):
         like: Mapping[str, Tensor],
         bring: Callable[[Sequence[str]], Mapping[str, Tensor]],
         most: int = BUCKET_BYTES,
+        *,
+        buckets: list[list[str]] | None = None,
     ) -> None:
         self.like = like
-        self.buckets = cut_buckets(like, most)
+        self.buckets = cut_buckets(like, most) if buckets is None else buckets
         self._bring = bring
         self._bucket_of = {name: names for names in self.buckets for name in names}
         self._held: Mapping[str, Tensor] = {}
@@ -68,6 +71,41 @@ def cut_buckets(
         buckets[-1].append(name)
         size += tensor.nbytes
     return buckets
+
+
+class SavedWeights(WeightStream):
+    """``weights`` of ``model`` under the names, and in the parts, that ``save_pretrained`` writes.
+
+    ``transformers`` keeps all experts of a layer in one tensor; in files each expert has tensors of its own.
+    """
+
+    def __init__(self, model: Any, weights: Mapping[str, Tensor]) -> None:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        given = like_of(weights)
+        like: dict[str, Tensor] = {}
+        sources: dict[str, list[str]] = {}
+        buckets = []
+        # some neighbours are joined (query, key and value of HRM)
+        for names in cut_buckets(given, keep_blocks=True):
+            written = revert_weight_conversion(model, {name: given[name].to("meta") for name in names})
+            buckets.append(list(written))
+            like |= written
+            sources |= dict.fromkeys(written, names)
+
+        def bring(names: Sequence[str]) -> Mapping[str, Tensor]:
+            own = {name: weights[name].detach() for name in sources[names[0]]}
+            found: Mapping[str, Tensor] = revert_weight_conversion(model, own)
+            return found
+
+        super().__init__(like, bring, buckets=buckets)
+
+
+def as_saved(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return ``SavedWeights``, or ``weights`` themselves where they have the same names and shapes."""
+    saved = SavedWeights(model, weights)
+    given = {name: tensor.shape for name, tensor in like_of(weights).items()}
+    return weights if given == {name: tensor.shape for name, tensor in saved.like.items()} else saved
 
 
 def like_of(weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

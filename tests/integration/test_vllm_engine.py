@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Phi3Config, Phi3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GptOssConfig,
+    MixtralConfig,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 
 from multitask_rl.config.run import ModelConfig, RolloutConfig
 from multitask_rl.errors import ConfigError, EngineError, MissingExtraError
@@ -62,20 +69,67 @@ def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM
         engine.generate([GenerationRequest(prompt_ids=[3], sampling=SamplingParams(), seeds=[0])])
 
 
-def test_an_engine_that_reloads_a_model_wrongly_is_refused(tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
+def experts(config: type[Any], seed: int = 0) -> Any:
+    """A model of four experts, of which two compute each token."""
+    given = config(
         vocab_size=len(small_tokenizer()),
-        **{"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "num_hidden_layers": 2},
-        **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 4},
-        **{"num_experts_per_tok": 2, "initializer_range": 0.15, "eos_token_id": EOS, "pad_token_id": 0},
-        max_position_embeddings=128,
+        **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"initializer_range": 0.15, "eos_token_id": EOS, "pad_token_id": 0, "max_position_embeddings": 128},
     )
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        actor = Actor(Qwen3MoeForCausalLM(config), small_tokenizer(), ModelConfig())
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(given).eval()
+
+
+def test_an_engine_of_experts_has_the_weights_of_each_update(tmp_path: Path) -> None:
+    model, other = experts(MixtralConfig), experts(MixtralConfig, seed=1)
     memory = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
-    with pytest.raises(EngineError, match=r"after vLLM reloads .* differ by .*rollout\.engine=hf"):
+    actor = Actor(model, small_tokenizer(), ModelConfig())
+    own = VLLMEngine.build(actor, RolloutConfig(engine_config=memory), seed=0, output_dir=tmp_path)
+    ids = [4, 9, 12, 7, 30, 22]
+    try:
+        assert distance(own, model, ids) < 1e-4
+        for version, new in enumerate((other, model, other)):
+            own.update_weights(new.state_dict(), version)
+            assert distance(own, new, ids) < 1e-4
+            assert distance(own, model if new is other else other, ids) > 0.1
+    finally:
+        own.close()
+
+
+def test_an_engine_that_does_not_take_all_weights_is_refused(tmp_path: Path) -> None:
+    """vLLM does not take the experts of GPT-OSS in an update, and says so in its log only."""
+    actor = Actor(experts(GptOssConfig), small_tokenizer(), ModelConfig())
+    memory = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
+    with pytest.raises(EngineError, match=r"does not take all weights of GptOss.*rollout\.engine=hf"):
         VLLMEngine.build(actor, RolloutConfig(engine_config=memory), seed=0, output_dir=tmp_path)
+
+
+def test_a_class_of_transformers_that_vllm_computes_with_stays_the_trainers(tmp_path: Path) -> None:
+    """vLLM has no code for GPT-NeoX: it changes the class of transformers and computes with it."""
+
+    def build(seed: int) -> Any:
+        sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+        config = GPTNeoXConfig(
+            vocab_size=len(small_tokenizer()), num_attention_heads=2, max_position_embeddings=128, **sizes
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config).eval()
+
+    model = build(0)
+    actor = Actor(model, small_tokenizer(), ModelConfig())
+    memory = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}
+    own = VLLMEngine.build(actor, RolloutConfig(engine_config=memory), seed=0, output_dir=tmp_path)
+    ids = [4, 9, 12, 7, 30, 22]
+    try:
+        assert distance(own, model, ids) < 1e-4
+        other = build(1)
+        own.update_weights(other.state_dict(), 1)
+        assert distance(own, other, ids) < 1e-4
+    finally:
+        own.close()
 
 
 def test_a_model_with_longrope_has_the_positions_that_the_trainer_computes(tmp_path: Path) -> None:

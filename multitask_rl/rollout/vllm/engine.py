@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multitask_rl.errors import ConfigError, EngineError, MultitaskRLError, require_extra
 from multitask_rl.models.grammar import Grammars
-from multitask_rl.models.weights import like_of
+from multitask_rl.models.weights import as_saved, like_of
 from multitask_rl.plugins import build_config
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
@@ -112,6 +113,8 @@ class VLLMEngine(RolloutEngine):
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - not a mapping
                     self._shapes[name] = torch.Size(file.get_slice(name).get_shape())
+        self._model: Any = None
+        """The actor's, if its weights have other names in files; vLLM knows those of files."""
         self._unusable = ""
         self._grammars: Grammars | None = None
         self._asleep: set[str] = set()
@@ -154,17 +157,27 @@ class VLLMEngine(RolloutEngine):
         engine = cls(directory, config=keys, seed=seed, eos_token_ids=actor.eos_token_ids)
         try:
             began = engine._loader.probe()
+            model = actor.model.get_base_model() if actor.config.lora.rank > 0 else actor.model
+            weights = actor.state_dict()
+            engine._model = None if as_saved(model, weights) is weights else model
+            engine._loader.forget()
             try:
-                engine.update_weights(actor.state_dict(), actor.policy_version)
+                engine.update_weights(weights, actor.policy_version)
             except EngineError as error:
                 raise EngineError(f"{error}. Set rollout.engine=hf") from error
+            name, now = type(actor.model).__name__, engine._loader.probe()
+            if not np.isfinite(now).all():
+                raise EngineError(
+                    f"vLLM does not take all weights of {name} in an update: it would not sample the policy "
+                    "that is trained. Set rollout.engine=hf"
+                )
             if actor.engine_start is None:  # else it began with older weights
-                difference = max(abs(a - b) for a, b in zip(began, engine._loader.probe(), strict=True))
+                difference = float(np.abs(np.subtract(began, now)).max())
                 if not difference <= _MOST_RELOADED:
                     raise EngineError(
-                        f"after vLLM reloads the weights that it began with, log-probabilities of "
-                        f"{type(actor.model).__name__} differ by {difference:.2g} nats: it would not sample "
-                        "the policy that is trained. Set rollout.engine=hf"
+                        f"after vLLM reloads the weights that it began with, log-probabilities of {name} "
+                        f"differ by {difference:.2g} nats: it would not sample the policy that is trained. "
+                        "Set rollout.engine=hf"
                     )
         except BaseException:
             engine.close()
@@ -312,6 +325,8 @@ class VLLMEngine(RolloutEngine):
         self._check_idle()
         if not weights:
             raise EngineError("no weights: vLLM has a copy of its own, which needs those of the actor")
+        if self._model is not None:
+            weights = as_saved(self._model, weights)
         for name, tensor in like_of(weights).items():
             if self._shapes.get(name, tensor.shape) != tensor.shape:
                 raise EngineError(

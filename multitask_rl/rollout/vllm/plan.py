@@ -67,17 +67,22 @@ class WeightPlan:
 
 
 def reload(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Load ``weights`` in ``worker`` as vLLM does, and pack the output head again.
+    """Load ``weights`` in ``worker`` as vLLM does, and pack again what its CPU build does not.
 
     A head tied to the embedding is not in the weights: vLLM's reload writes through the shared tensor, but
-    not into the packed copy that the CPU build decodes with.
+    not into the packed copy that the CPU build decodes with. It packs experts at the first load only.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+    from vllm.platforms import current_platform
 
     worker.reload_weights(weights_iterator=((name, t.detach()) for name, t in weights.items()))
     for module in worker.model_runner.get_model().modules():
-        if isinstance(module, ParallelLMHead) and isinstance(module.quant_method, UnquantizedEmbeddingMethod):
-            module.quant_method.process_weights_after_loading(module)
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead) and isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
+        kernel = getattr(method, "moe_kernel", None)
+        if kernel is not None and current_platform.is_cpu():
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def record_plan(worker: Any, weights: Mapping[str, Tensor]) -> WeightPlan | str:

@@ -119,6 +119,7 @@ def start_vllm(model_dir: str, config: VLLMConfig, seed: int) -> Any:
                 worker_extension_cls="multitask_rl.rollout.vllm.worker.WeightReceiver",
                 **arguments,
             )
+            llm.collective_rpc("separate_classes")
             if num_workers_elsewhere(config):
                 llm.collective_rpc("ignore_terminal")
                 if on_cpu:

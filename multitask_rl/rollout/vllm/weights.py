@@ -37,6 +37,10 @@ class WeightLoader:
         self.is_proven = False
         """Updates use copies alone."""
 
+    def forget(self) -> None:
+        """Make every weight NaN that the next ``load`` does not bring."""
+        self._llm.collective_rpc("forget_weights")
+
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Use ``weights`` from now on; cached prefixes of the old weights are dropped."""
         if self._planned is not None and weights.keys() == self._planned:

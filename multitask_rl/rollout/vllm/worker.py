@@ -7,6 +7,8 @@ their interprocess handles, where that works. No file is written; vLLM's queue c
 
 from __future__ import annotations
 
+import inspect
+import math
 import mmap
 import os
 import pickle
@@ -23,6 +25,8 @@ from torch import Tensor
 from multitask_rl.models.weights import buckets_of, like_of
 from multitask_rl.rollout.vllm.plan import WeightPlan, record_plan, reload
 
+_CHANGED = ("__init__", "__call__", "save_aot_compiled_function", "_ignore_compile_vllm")
+"""What ``support_torch_compile`` of vLLM sets in a class; it also adds a base."""
 _ALIGNMENT = 64
 """Bytes; any element size divides it."""
 
@@ -49,6 +53,36 @@ class WeightReceiver:
         """Remove the names of the memory that vLLM's CPU ranks share: a killed rank would leave it."""
         for path in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
             path.unlink(missing_ok=True)  # all ranks have mapped it
+
+    def separate_classes(self) -> None:
+        """Give vLLM's model classes of its own, and those of ``transformers`` back to the trainer.
+
+        A model that vLLM has no code for (GPT-NeoX, OLMo 2) is computed by that of ``transformers``. vLLM
+        changes its class for ``torch.compile``: other models of this class could not be built or computed.
+        """
+        from transformers import PreTrainedModel
+
+        for module in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
+            shared = type(module)
+            changed = {name: vars(shared)[name] for name in _CHANGED if name in vars(shared)}
+            begin = changed.get("__init__")
+            former = inspect.getclosurevars(begin).nonlocals.get("old_init") if begin is not None else None
+            if former is None or not isinstance(module, PreTrainedModel):
+                continue
+            *before, added = shared.__bases__
+            for name in changed:
+                delattr(shared, name)
+            shared.__init__ = former
+            shared.__bases__ = tuple(before)
+            changed["__module__"] = shared.__module__
+            module.__class__ = type(shared.__name__, (shared, added), changed)
+
+    @torch.no_grad()
+    def forget_weights(self) -> None:
+        """Set all parameters to NaN; those that an update does not bring make log-probabilities NaN."""
+        for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
+            if parameter.is_floating_point() and parameter.element_size() > 1:
+                parameter.fill_(math.nan)
 
     def take_weights(self, how: str, weights: Mapping[str, Tensor] | Parcel) -> str:
         """Load ``weights``.

@@ -5,13 +5,14 @@ import weakref
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from model_builders import build_actor
 from multitask_rl.models import actor as actors
 from multitask_rl.models.actor import copy_weights, read_weights, save_in_files
-from multitask_rl.models.weights import WeightStream, buckets_of, cut_buckets, like_of
+from multitask_rl.models.weights import WeightStream, as_saved, buckets_of, cut_buckets, like_of
 
 
 def test_one_bucket_at_a_time_is_held():
@@ -76,3 +77,31 @@ def test_weights_that_are_saved_as_one_lie_in_one_file(tmp_path, monkeypatch):
     found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert found.keys() == weights.keys()
     assert not [name for name, value in weights.items() if not torch.equal(found[name], value)]
+
+
+def test_weights_as_saved_are_those_of_the_files(tmp_path):
+    """A layer's experts are one tensor in the model, and one tensor each in the files."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = MixtralForCausalLM(MixtralConfig(vocab_size=48, num_local_experts=4, **sizes))
+    model.save_pretrained(tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    weights = model.state_dict()
+    brought = []
+
+    def bring(names):
+        brought.append(list(names))
+        return {name: weights[name] for name in names}
+
+    saved = as_saved(model, WeightStream(weights, bring, 1))
+    assert not brought, "names bring nothing"
+    assert any(".experts.3.w1.weight" in name for name in saved)
+    assert saved.keys() == written.keys()
+    assert {name: value.shape for name, value in like_of(saved).items()} == {
+        name: value.shape for name, value in written.items()
+    }
+    assert not [name for name, value in saved.items() if not torch.equal(value, written[name])]
+    assert sorted(name for names in brought for name in names) == sorted(weights), "each weight once"
+
+    plain = build_actor()
+    own = plain.state_dict()
+    assert as_saved(plain.model, own) is own
