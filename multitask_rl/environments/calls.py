@@ -12,6 +12,12 @@ from typing import Any
 _DECODER = json.JSONDecoder()
 _TAG, _FUNCTION, _LIST = "<tool_call>", "<function=", "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_THOUGHT = re.compile(
+    r"\A(?:(?!<think>).)*?</think>"  # the prompt ended with <think>
+    r"|<think>.*?(?:</think>|\Z)|</think>"
+    r"|(?P<call><tool_call>(?:(?!<tool_call>).)*?</tool_call>|<function=(?:(?!<function=).)*?</function>)",
+    re.DOTALL,
+)
 _CUT = re.compile(r"\[?\s*\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(arguments|parameters)\"")
 
 
@@ -29,28 +35,29 @@ class ToolCall:
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text before the first call, and the calls in order; calls in a ``<think>`` block are none.
 
+    A block that has no ``<think>`` begins with the text, one that has no ``</think>`` ends with it.
+
     A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, Hermes, SmolLM),
     ``<function=name>`` with ``<parameter=name>`` (Qwen Coder), a list or ``name[ARGS]{...}`` behind
     ``[TOOL_CALLS]`` (Mistral), or the whole text is one of ``{"name": ..., "parameters": {...}}`` (Llama 3),
     several of them, or a list or ``name{...}`` (Mistral, whose mark is a special token).
     """
-    start = max(0, text.rfind("</think>"))
+    shown = _THOUGHT.sub(lambda found: found[0] if found["call"] else " " * len(found[0]), text)
     first, mark = min(
-        ((at, mark) for mark in (_TAG, _FUNCTION, _LIST) if (at := text.find(mark, start)) >= 0),
+        ((at, mark) for mark in (_TAG, _FUNCTION, _LIST) if (at := shown.find(mark)) >= 0),
         default=(-1, ""),
     )
-    if 0 <= text.find("<think>", start) < (first if mark else len(text)):  # it has not ended its thoughts
-        return text.strip(), []
     if not mark:
-        whole = text[start:].removeprefix("</think>").replace("<|python_tag|>", "").strip()
+        whole = shown.replace("<|python_tag|>", "").strip()
+        thoughts = text[: len(shown) - len(shown.lstrip())].strip()
         calls = _read_list(whole)
         if calls and not any(call.problem for call in calls):
-            return text[:start].strip(), calls
+            return thoughts, calls
         if _CUT.match(whole):
-            return text[:start].strip(), [ToolCall(problem="a call has to be whole JSON, this is cut")]
+            return thoughts, [ToolCall(problem="a call has to be whole JSON, this is cut")]
         return text.strip(), []
     calls = []
-    for part in text[first:].split(mark)[1:]:
+    for part in shown[first:].split(mark)[1:]:
         if mark == _TAG:
             part = part.partition("</tool_call>")[0]
         if mark == _FUNCTION or _FUNCTION in part:

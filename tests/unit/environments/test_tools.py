@@ -93,6 +93,37 @@ def test_an_answer_without_a_call_ends_the_episode(text):
     assert world().step({"role": "assistant", "content": text}).done
 
 
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        (f"{call('a')}<think>hm</think>done", "a"),
+        (f"{call('a')}<think>{call('b')}</think>{call('c')}", "ac"),
+        (f"{call('a')}<think>hm {call('b')}", "a"),
+        (f"<think>hm</think>{call('a')}<think>{call('b')}</think>done", "a"),
+        (f"hm {call('a')}</think>{call('b')}", "b"),  # the prompt ended with <think>
+        (f"<think>the form <tool_call></think>{call('a')}", "a"),
+        ("<think>hm</think><function=a></function><think>hm</think>", "a"),
+    ],
+)
+def test_a_thought_hides_the_calls_in_it_and_no_other(text, names):
+    assert [one.name for one in read_calls(text)[1]] == [*names]
+
+
+@pytest.mark.parametrize("written", ["<think>", "</think>", "<think>hm</think>"])
+def test_the_marks_of_a_thought_in_an_argument_belong_to_the_argument(written):
+    _, calls = read_calls(f"<think>hm</think>{call('write', text=written)}")
+    assert calls[0].arguments == {"text": written}
+
+
+def test_the_text_before_the_first_call_keeps_its_thoughts():
+    assert read_calls(f"<think>hm</think>I call.{call('a')}")[0] == "<think>hm</think>I call."
+    assert read_calls('<think>hm</think>\n{"name": "a", "arguments": {}}')[0] == "<think>hm</think>"
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "says"),
     [
@@ -191,6 +222,7 @@ def test_no_text_breaks_the_world():
 
 PIECES_OF_LONG_ANSWERS = (
     *("{}", "<tool_call>", "<think>", "[TOOL_CALLS]", "<function=a>", "[", "{", '{"a":', "a" * 64, " "),
+    *("<think>a</think>", "</think>", "<tool_call></tool_call>"),
 )
 
 
