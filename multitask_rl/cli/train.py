@@ -393,6 +393,9 @@ def _explain(error: Exception) -> str:
             "; the tasks are those of the tasks file, which keys only change: "
             f"tasks.{gone[1]}.weight=0 gives the task no prompts"
         )
+    whole = re.match(r"Error merging override ~([\w.]+).* does not support deletion", " ".join(said))
+    if whole and _is_in_mapping(whole[1]):
+        hint = f"; take its keys out one by one: ~{whole[1]}.KEY"
     if "Additional config directory" in said[0]:
         hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (

@@ -76,6 +76,18 @@ def compose(arguments: list[str]) -> RunConfig:
     return seen[-1]
 
 
+def test_keys_of_an_engine_that_a_file_gives_are_taken_out_one_by_one(here: Path) -> None:
+    (here / "experiment").mkdir()
+    (here / "experiment/first.yaml").write_text(
+        "# @package _global_\nrollout: {engine: vllm, engine_config: {max_num_seqs: 4, seed: 1}}\n"
+    )
+    first = ["--config-dir", ".", "+experiment=first", "rollout.engine=hf"]
+    with pytest.raises(ConfigError, match=r"out one by one: ~rollout\.engine_config\.KEY"):
+        compose([*first, "~rollout.engine_config"])
+    keys = ["~rollout.engine_config.max_num_seqs", "~rollout.engine_config.seed"]
+    assert compose([*first, *keys]).rollout.engine_config == {}
+
+
 def test_help_lists_every_command_and_costs_nothing() -> None:
     def modules(*arguments: str) -> int:
         code = (
