@@ -18,7 +18,7 @@ class EnvironmentReward:
     environment left unscored (None) has no value: it counts in no mean and is not 0. An episode that a limit
     (turns, tokens, tool calls) or a constraint (``stream_every``) ended before the environment gave anything
     has ``unfinished``: the actor ended it so, and to be unscored would be better than a low reward. So has
-    one that the environment ended without a reward behind an answer that ``max_new_tokens`` cut.
+    one that the environment ended without a reward behind an answer that a token limit cut.
     """
 
     traits: ClassVar[PluginTraits] = PluginTraits(isolate=False)
