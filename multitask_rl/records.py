@@ -476,7 +476,7 @@ class TaskStats:
     num_prompts: int
     """Groups scored this step (before filtering)."""
     num_informative: int
-    """Learnable groups: rewards, or costs of a ``lagrangian`` constraint, differ within the group. The
+    """Learnable groups: rewards, or costs that have a multiplier above 0, differ within the group. The
     algorithm decides for groups of one reward, and for all groups of tasks that need no reward."""
     reward_mean: float
     """Mean reward over the step's slots, rejected ones included; NaN without slots."""

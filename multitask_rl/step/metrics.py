@@ -43,19 +43,18 @@ def group_rewards(task: TaskState, group: Sequence[Scored]) -> list[float]:
 
 
 def costs_differ(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the costs of a constraint of mode ``lagrangian`` differ within the group.
-
-    Its multiplier does not matter: a multiplier of 0 may rise.
-    """
+    """Whether the costs of a constraint whose multiplier is above 0 differ within the group."""
     trainable = [s for s in group if is_trainable(task, s)]
     costs = [
-        [c for s in trainable if (c := concerned_cost(s, name)) is not None] for name in task.multipliers
+        [c for s in trainable if (c := concerned_cost(s, name)) is not None]
+        for name, multiplier in task.multipliers.items()
+        if multiplier.value > 0
     ]
     return any(map(has_variance, costs))
 
 
 def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the group gives the loss a gradient: by its rewards, or costs of ``lagrangian`` constraints.
+    """Whether the group gives the loss a gradient: by its rewards, or costs that have a multiplier.
 
     The gradient of a KL or entropy term does not count: every response has one.
     """
@@ -64,7 +63,7 @@ def is_informative(task: TaskState, group: Sequence[Scored]) -> bool:
 
 
 def has_spread(task: TaskState, group: Sequence[Scored]) -> bool:
-    """Whether the group is learnable: its rewards, or costs of a ``lagrangian`` constraint, differ.
+    """Whether the group is learnable: its rewards, or costs that have a multiplier above 0, differ.
 
     A group with at most one reward, or of a task that needs no reward, is learnable if it is informative.
     With a critic or a replay buffer every group is informative, so schedulers use this instead.

@@ -10,20 +10,24 @@ import pytest
 
 from multitask_rl.algorithms.grpo import GRPO
 from multitask_rl.algorithms.kl import KLController
-from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.config.task import KLSpec, MultiplierSpec, TaskSpec
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.records import SamplingParams, Scored, Verdict
 from multitask_rl.step.metrics import StepReport, by_group, has_spread, is_informative, task_stats
 from multitask_rl.step.refill import MAX_OVERSAMPLING, Refill
+from multitask_rl.step.stages import AdvantageStage
 from multitask_rl.step.task_state import TaskState
 from multitask_rl.testing import make_rollout
 from multitask_rl.training.backend import LearnerTask
+from multitask_rl.training.credit import CreditAssigner
 
 Experience = Callable[[Mapping[str, int]], list[Scored]]
 
 
-def _run(name: str, *, limits: tuple[str, ...] = (), kl: float = 0.0, entropy: float = 0.0) -> TaskState:
+def _run(
+    name: str, *, limits: tuple[str, ...] = (), price: float = 1.0, kl: float = 0.0, entropy: float = 0.0
+) -> TaskState:
     spec, algorithm = TaskSpec(name=name), GRPO(GRPO.Config(entropy_coefficient=entropy))
     return TaskState(
         spec=spec,
@@ -32,7 +36,9 @@ def _run(name: str, *, limits: tuple[str, ...] = (), kl: float = 0.0, entropy: f
         group_size=2,
         kl=KLController(KLSpec(coefficient=kl)),
         learner=LearnerTask(spec=spec, algorithm=algorithm, kl_coefficient=kl),
-        multipliers={constraint: LagrangeMultiplier(limit=0.1) for constraint in limits},
+        multipliers={
+            constraint: LagrangeMultiplier(0.1, MultiplierSpec(initial_value=price)) for constraint in limits
+        },
     )
 
 
@@ -149,6 +155,16 @@ def test_a_group_is_informative_by_its_costs_too() -> None:
     failed = _group(0, [1.0, 1.0], safe=[0.0, 1.0])
     failed[1].reward = None
     assert not is_informative(run, failed), "it is not trained on"
+
+
+@pytest.mark.parametrize("price", [0.0, 0.5])
+def test_costs_make_a_group_informative_if_they_give_it_a_gradient(price: float) -> None:
+    run, group = _run("task", limits=("safe",), price=price), _group(0, [1.0, 1.0], safe=[0.0, 1.0])
+    run.sync_learner()
+    credit = CreditAssigner(None, {"task": run.learner}, many_updates=False)
+    credited = AdvantageStage(credit, {"task": run}).process(group)
+    has_gradient = any(bool(c.advantages.any()) for c in credited)
+    assert is_informative(run, group) == has_spread(run, group) == has_gradient == (price > 0)
 
 
 def test_a_solved_task_whose_costs_differ_is_learnable() -> None:
