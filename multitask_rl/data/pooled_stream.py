@@ -324,6 +324,8 @@ class PooledStream(PromptStream):
         self._served = {name: PoolEstimate(**e) for name, e in saved["served"].items()}
         self._served_scale = RewardRange(**saved["served_scale"])
         self._unjudged, self._unserved = set(saved["unjudged"]), set(saved["unserved"])
+        if self._late_steps:  # a checkpoint leaves late groups out: they come no more
+            self._pending, self._missed = {}, {}
 
 
 def check_curriculum(spec: TaskSpec, rows: Rows) -> None:

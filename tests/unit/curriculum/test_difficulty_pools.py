@@ -222,12 +222,22 @@ def test_a_late_group_teaches_as_long_as_it_may_still_come(late_steps) -> None:
         joining = [late[step - late_steps]] if step >= late_steps else []
         pooled.observe({draw: rewards(row) for draw, row in part + joining}, step)
         assert num_taught(pooled) == 7 * (step + 1) + max(0, step + 1 - late_steps)
-        state = json.loads(json.dumps(pooled.state_dict()))
-        pooled = begin()
-        pooled.load_state_dict(state)
     for step in range(5, 6 + late_steps):
         pooled.observe({draw: rewards(row) for draw, row in pooled.next(8)}, step)
     assert pooled.state_dict()["curriculum"]["pending"] == {}, "nothing is kept for ever"
+
+
+def test_a_group_that_a_resume_cut_off_says_nothing_of_its_prompt() -> None:
+    running, resumed = (PooledStream(ROWS, task="math", seed=0, spec=BY_RATE, late_steps=2) for _ in range(2))
+    early, last = running.next(8), running.next(8)
+    running.observe({draw: rewards(row) for draw, row in early[1:]}, 0)
+    running.observe({draw: rewards(row) for draw, row in last[:-1]}, 1)
+    resumed.load_state_dict(json.loads(json.dumps(running.state_dict())))
+    for step in range(2, 6):
+        for pooled in (running, resumed):
+            pooled.observe({draw: rewards(row) for draw, row in pooled.next(8)}, step)
+    assert len(running.state_dict()["curriculum"]["unjudged"]) == 2, "their groups were too slow"
+    assert resumed.state_dict()["curriculum"]["unjudged"] == []
 
 
 def test_what_could_not_be_judged_teaches_nothing() -> None:
