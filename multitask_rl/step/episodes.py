@@ -311,8 +311,12 @@ class Episodes:
         key = slot.group_id, conversation.text
         if key not in self._prompts:
             ids = conversation.prompt_ids
-            if self._evaluation:
+            if self._evaluation and 0 < limit < len(ids):
                 ids = ids[-limit:]
+                task.warn_once(
+                    f"its held-out prompts that have more than {limit} tokens with what its environment adds "
+                    "lose their beginning. rollout.max_prompt_tokens and max_new_tokens are the limits"
+                )
             elif limit and len(ids) > limit:
                 raise DataError(
                     f"task {slot.task!r}: the prompt with what the environment adds has {len(ids)} tokens, "

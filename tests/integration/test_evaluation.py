@@ -258,3 +258,15 @@ def test_held_out_prompts_that_do_not_fit_are_told_and_fail_no_episode(here, cap
         assert f"task {name}: {told}" in caplog.text
     events = train(config).events
     assert {event.task for event in events if told in event.reason} == {"benchmark", "echo"}
+
+
+@pytest.mark.parametrize("said", ["b", "b" * 20])
+def test_held_out_prompts_that_a_world_makes_too_long_are_told_once(here, said):
+    episodes = ECHO.replace("digit.jsonl", "test.jsonl") + "    evaluation_only: true\n"
+    (here / "tasks.yaml").write_text(TASKS + episodes)
+    world = ECHO_WORLD.replace("return []", f"return [{{'role': 'user', 'content': {said!r}}}]")
+    (here / "worlds.py").write_text(world)
+    config = run_config(here, "out", 1, rollout=RolloutConfig(max_new_tokens=4, max_prompt_tokens=8))
+    events = train(replace(config, eval=replace(config.eval, every=1))).events
+    told = [event.task for event in events if "what its environment adds" in event.reason]
+    assert told == (["echo"] if len(said) > 8 else [])

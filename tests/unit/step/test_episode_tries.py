@@ -114,6 +114,7 @@ def run(
             group_size=1,
             algorithm=SimpleNamespace(condition=lambda ids, *, evaluation: [CONTROL, *ids]),
             max_prompt_tokens=max_prompt_tokens,
+            warn_once=lambda reason: None,
         )
         stage = RolloutStage(
             engine,
