@@ -204,9 +204,9 @@ class DynamicTaskWeightScheduler:
         if self._bound.adaptive and self.policy_config.metric_key == REWARD_SCORE and unknown:
             reason = (
                 f"the rewards of {', '.join(unknown)} declare no range: the scheduler estimates the scale of "
-                "their levels from observed rewards. Give them 'range: [LOW, HIGH]' in the tasks file, or "
-                "declare low and high in the plugin, so that levels of different tasks are comparable from "
-                "the start"
+                "their levels from observed rewards. If you know the range of a reward (a reward "
+                "model's logit has none), give 'range: [LOW, HIGH]' in the tasks file, or declare low and "
+                "high in the plugin: then levels of different tasks are comparable from the start"
             )
             events.append(_event("warn", reason, data={"tasks": unknown}))
         self._bound_events, self._pending = events, list(events)

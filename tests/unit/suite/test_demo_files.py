@@ -6,6 +6,7 @@ from string import Template
 
 import yaml
 
+from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl_tasks.suite import SUITE
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo"
@@ -29,6 +30,14 @@ def test_prompts_and_limits_are_those_the_actor_was_warmed_up_on():
     for name, task in tasks().items():
         assert task.get("prompt", "{prompt}") == SUITE[name].template
         assert task["sampling"]["max_new_tokens"] == SUITE[name].max_new_tokens
+
+
+def test_held_out_rates_have_a_range_so_that_the_mean_over_tasks_counts_them():
+    for name, metric in (("safe", "appropriate"), ("arithmetic", "exact_match")):
+        rewards = [r if isinstance(r, dict) else {"plugin": r} for r in tasks()[name]["rewards"]]
+        (reward,) = (r for r in rewards if r.get("name", r["plugin"]) == metric)
+        traits = find_plugin("reward", reward["plugin"], "demo").traits
+        assert tuple(reward.get("range", (traits.low, traits.high))) == (0, 1)
 
 
 def test_the_warm_start_knows_the_control_tokens_of_the_conditioned_task(monkeypatch):
