@@ -113,7 +113,7 @@ class TrlReward(ForeignReward):
                     prompts[index] = prompt[:-1]
                     said[0] = {**first, "content": f"{begun['content']}{first['content']}"}
             completions.append(said)
-        arguments["completion_ids"] = [list(r.response_ids) for r in rollouts]
+        arguments["completion_ids"] = [_completion_ids(r) for r in rollouts]
         arguments["trainer_state"] = SimpleNamespace(global_step=max(r.policy_version for r in rollouts))
         arguments["log_extra"] = arguments["log_metric"] = lambda *_args, **_keywords: None
         arguments |= self.config.arguments
@@ -122,6 +122,14 @@ class TrlReward(ForeignReward):
         if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise TypeError(f"a reward function of TRL returns a list, got {type(values).__name__}")
         return list(values)
+
+
+def _completion_ids(rollout: Rollout) -> list[int]:
+    """Return everything after the prompt, as TRL does: of an episode also what the world said in between."""
+    if not rollout.turns:
+        return list(rollout.response_ids)
+    parts = zip(rollout.turns, rollout.answers(), strict=True)
+    return [token for turn, answer in parts for token in (*turn.given_ids, *answer.response_ids)]
 
 
 class VerlReward(ForeignReward):

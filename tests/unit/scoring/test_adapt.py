@@ -11,7 +11,7 @@ import pytest
 from multitask_rl.config.task import RewardSpec
 from multitask_rl.contracts import Constraint, Reward
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
-from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Verdict
+from multitask_rl.records import Failure, FailureKind, NotApplicable, Rollout, Score, Turn, Verdict
 from multitask_rl.scoring.adapt import find_plugin, resolve_reward
 from multitask_rl.scoring.grader import Grader
 from multitask_rl.testing.builders import make_rollout
@@ -301,6 +301,14 @@ def test_trl_functions_run_unchanged() -> None:
     late.policy_version = 7
     assert values(f"trl:{file}:slow_judge", [late]) == [3.7]
     assert values(f"trl:{file}:no_kwargs", [make_rollout("4", row=rows[0])]) == [1.0]
+
+
+def test_a_function_of_trl_gets_what_the_world_said_in_the_completion_ids(tmp_path: Path) -> None:
+    file = write(tmp_path, "def f(completions, completion_ids):\n    return [*map(bytes, completion_ids)]\n")
+    episode = make_rollout("abc")
+    episode.turns = [Turn(num_tokens=2), Turn(num_tokens=1, given_ids=[*b"xy"])]
+    reward = resolve_reward(RewardSpec(plugin=f"trl:{file}:f"), "here")
+    assert reward.score([episode, make_rollout("abc")]) == [b"abxyc", b"abc"]
 
 
 def test_a_function_of_trl_without_a_return_is_told(tmp_path: Path) -> None:
