@@ -18,6 +18,8 @@ MOST_TRIES = 3
 
 Fit = Callable[[list[int]], "list[int] | None"]
 """A prompt as it is used; None: it is too long."""
+Prices = Mapping[str, Mapping[str, float]]
+"""Task -> lagrangian constraint -> its lambda."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,18 +326,18 @@ def differ(values: Sequence[float]) -> bool:
     return len(values) > 1 and max(values) - min(values) > 1e-7 * max(abs(v) for v in values)
 
 
-def costs_differ(task: Task, group: Sequence[Attempt]) -> bool:
-    """Whether a lagrangian constraint tells the responses apart that it concerns."""
+def costs_differ(task: Task, group: Sequence[Attempt], prices: Prices) -> bool:
+    """Whether a constraint that has a price tells the responses apart that it concerns."""
     trained = [a for a in group if outcome(task, a) is not None]
     for rule in task.constraints:
-        if rule.mode == "lagrangian":
+        if prices[task.name].get(rule.name, 0.0) > 0.0:
             costs = [c for a in trained if not math.isnan(c := a.cost(rule.name))]
             if differ(costs):
                 return True
     return False
 
 
-def is_informative(task: Task, group: Sequence[Attempt]) -> bool:
+def is_informative(task: Task, group: Sequence[Attempt], prices: Prices) -> bool:
     """Whether the group gives the task's loss a gradient."""
     rewards = credited_rewards(task, group)
     if not task.needs_reward:
@@ -346,15 +348,15 @@ def is_informative(task: Task, group: Sequence[Attempt]) -> bool:
         return True
     if task.type == "reinforce_pp" and not task.config["group_baseline"]:
         return True
-    return differ(rewards) or costs_differ(task, group)
+    return differ(rewards) or costs_differ(task, group, prices)
 
 
-def has_spread(task: Task, group: Sequence[Attempt]) -> bool:
+def has_spread(task: Task, group: Sequence[Attempt], prices: Prices) -> bool:
     """What schedulers call learnable: rewards differ, or costs do; of one response the algorithm's word."""
     rewards = credited_rewards(task, group)
     if len(rewards) > 1 and task.needs_reward:
-        return differ(rewards) or costs_differ(task, group)
-    return is_informative(task, group)
+        return differ(rewards) or costs_differ(task, group, prices)
+    return is_informative(task, group, prices)
 
 
 def missing(
@@ -363,6 +365,7 @@ def missing(
     quotas: Mapping[str, int],
     late: Mapping[str, int],
     rate_of: Callable[[str], float],
+    prices: Prices,
 ) -> dict[str, int]:
     """Prompts of another round: what lacks over the share of groups that give a gradient, at most three each.
 
@@ -374,7 +377,7 @@ def missing(
         own = [g for (name, _), g in groups.items() if name == task.name]
         if not own:
             continue
-        found = sum(is_informative(task, g) for g in own)
+        found = sum(is_informative(task, g, prices) for g in own)
         lacks = quotas[task.name] - found - late.get(task.name, 0)
         rate = (found + 4.0 * rate_of(task.name)) / (len(own) + 4.0)
         if lacks > 0 and rate >= 0.05:
@@ -383,7 +386,11 @@ def missing(
 
 
 def keep(
-    settings: Settings, drawn: Sequence[Attempt], quotas: Mapping[str, int], betas: Mapping[str, float]
+    settings: Settings,
+    drawn: Sequence[Attempt],
+    quotas: Mapping[str, int],
+    betas: Mapping[str, float],
+    prices: Prices,
 ) -> list[Attempt]:
     """Each task's quota of groups: those with a gradient first, in order of drawing.
 
@@ -396,8 +403,8 @@ def keep(
     for name in names:
         task, quota = settings[name], quotas[name]
         own = [g for (n, _), g in groups.items() if n == name]
-        good = [g for g in own if is_informative(task, g)]
-        rest = [g for g in own if not is_informative(task, g)]
+        good = [g for g in own if is_informative(task, g, prices)]
+        rest = [g for g in own if not is_informative(task, g, prices)]
         if betas[name] > 0.0 or task.config["entropy_coefficient"] > 0.0:
             chosen = own if len(good) < quota else own[: own.index(good[quota - 1]) + 1] if quota else []
         else:

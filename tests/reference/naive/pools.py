@@ -120,6 +120,11 @@ class Pools:
         self.step_judged = Counter[str]()
         self.step_served = Counter[str]()
 
+    def forget_late(self) -> None:
+        """Expect no late groups any more; they say nothing of their rows."""
+        if self.late_steps:
+            self.drawn, self.missed = {}, {}
+
     def members(self, name: str) -> list[int]:
         """Rows of a pool, the one drawn longest ago first."""
         return sorted((r for r, p in self.pool_of.items() if p == name), key=self.last.__getitem__)

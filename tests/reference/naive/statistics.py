@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from .experience import credited_rewards, groups_of, has_spread, overall_cost
+from .experience import Prices, credited_rewards, groups_of, has_spread, overall_cost
 from .records import Answer, Attempt, Number, number
 from .settings import Task
 
@@ -216,7 +216,7 @@ def applied_ranges(task: Task, attempts: Sequence[Attempt]) -> list[tuple[float,
 
 
 def step_statistics(
-    task: Task, attempts: Sequence[Attempt], refused: Refused
+    task: Task, attempts: Sequence[Attempt], refused: Refused, prices: Prices
 ) -> tuple[int, int, float, float, float, dict[str, Number]]:
     """Return groups, those with a spread, mean, deviation and headroom of rewards in groups, all numbers."""
     groups = list(groups_of(attempts).values())
@@ -232,4 +232,4 @@ def step_statistics(
     mean = numbers["reward_mean"].mean if "reward_mean" in numbers else math.nan
     spread = math.fsum(deviations) / len(deviations) if deviations else math.nan
     headroom = math.fsum(above) / len(above) if above else math.nan
-    return len(groups), sum(has_spread(task, g) for g in groups), mean, spread, headroom, numbers
+    return len(groups), sum(has_spread(task, g, prices) for g in groups), mean, spread, headroom, numbers

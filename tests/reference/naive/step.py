@@ -16,6 +16,7 @@ from .controllers import KL, Multiplier, Scheduler, Seen
 from .credit import CreditState, credit
 from .experience import (
     Asked,
+    Prices,
     World,
     credited_rewards,
     given_answer,
@@ -312,12 +313,14 @@ class Run:
         if self.lag == 0:
             for _ in range(settings.refill_rounds):
                 open_groups = _count(g[0].task for _, g in late)
-                more = missing(settings, drawn, quotas, open_groups, self.scheduler.informative_rate)
+                rate_of = self.scheduler.informative_rate
+                more = missing(settings, drawn, quotas, open_groups, rate_of, self.prices)
                 if not more:
                     break
                 found, later = self.split_late(self.draw(more), self.step_number)
                 drawn, late = drawn + found, late + later
-        kept = keep(settings, drawn, quotas, {name: kl.beta for name, kl in self.kls.items()})
+        betas = {name: kl.beta for name, kl in self.kls.items()}
+        kept = keep(settings, drawn, quotas, betas, self.prices)
         entitled = dict(quotas)
         waiting, dropped = [], Counter[str]()
         for due, group in self.late:
@@ -345,6 +348,7 @@ class Run:
                 pools.undo(first)
                 for draw in range(first, self.draws[name]):
                     del self.given.chosen[name][draw]
+            pools.forget_late()
         if self.ahead:
             self.draws = dict(self.ahead[0].drawn_before)
             self.left_out = dict(self.ahead[0].left_out_before)
@@ -383,10 +387,13 @@ class Run:
                 short[task.name] = lacks
         self.scheduler.carry_over(short)
 
-    @staticmethod
-    def num_informative(task: Task, attempts: Sequence[Attempt]) -> int:
+    @property
+    def prices(self) -> Prices:
+        return {name: {m.rule.name: m.value for m in own} for name, own in self.multipliers.items()}
+
+    def num_informative(self, task: Task, attempts: Sequence[Attempt]) -> int:
         own = groups_of([a for a in attempts if a.task == task.name])
-        return sum(is_informative(task, g) for g in own.values())
+        return sum(is_informative(task, g, self.prices) for g in own.values())
 
     # ------------------------------------------------------------------ credit
 
@@ -873,7 +880,7 @@ class Run:
         for task in settings.trained:
             attempts = [a for a in drawn if a.task == task.name]
             n, spread, mean, std, headroom, own_numbers = step_statistics(
-                task, attempts, self.refused[task.name]
+                task, attempts, self.refused[task.name], self.prices
             )
             shown = shown_by_group(task, attempts, self.refused[task.name])
             own = metrics[task.name]
