@@ -194,6 +194,7 @@ class EngineAtWork(FakeEngine):
 
     when_slow = hook = staticmethod(lambda: None)
     num_calls = 0
+    has_sampled = False
 
     def call_between_steps(self, hook):
         self.hook = hook
@@ -206,6 +207,7 @@ class EngineAtWork(FakeEngine):
             for _ in range(4000):
                 time.sleep(0.01)
                 self.hook()
+            self.has_sampled = True
         yield from super().generate_stream(requests)
 
 
@@ -239,10 +241,9 @@ def test_a_run_that_ends_does_not_wait_until_the_batch_under_way_is_sampled(tmp_
             while True:
                 trainer.train_step()
 
-    began = time.monotonic()
     with pytest.raises(ZeroDivisionError if fails else Terminated):
         make_steps()
-    assert time.monotonic() - began < 20
+    assert not engine.has_sampled
     assert trainer.step == (0 if fails else 1)
     saved = {path.name for path in (tmp_path / "out/checkpoints").glob("step_*")}
     assert saved == (set() if fails else {"step_00000001"})
