@@ -22,7 +22,7 @@ from multitask_rl.records import Verdict
 
 
 class Judge:
-    traits = PluginTraits(isolate=False, timeout_s=0.2)
+    traits = PluginTraits(isolate=False)
 
     def judge(self, rollouts):
         return [Verdict(cost=1.0, violated=len(r.response) % 2 == 1, reason="odd") for r in rollouts]
@@ -54,6 +54,8 @@ class TooFew(Judge):
 
 
 class Hangs(Judge):
+    traits = PluginTraits(isolate=False, timeout_s=1.0)
+
     def explain(self, rollouts, verdicts):
         for _ in range(3000):  # half a minute at most
             if os.path.exists(__file__ + ".released"):
@@ -104,7 +106,7 @@ def test_a_judge_in_a_worker_or_without_explanations_is_not_asked(judges, name, 
         ("Raises", "ValueError: no words"),
         ("Exits", "SystemExit"),
         ("TooFew", "0 explanations for 4 violations"),
-        ("Hangs", "more than 0.2 s"),
+        ("Hangs", "more than 1 s"),
     ],
 )
 def test_what_fails_or_hangs_costs_its_text_and_one_warning(judges, name, problem, caplog, tmp_path):
@@ -115,8 +117,8 @@ def test_what_fails_or_hangs_costs_its_text_and_one_warning(judges, name, proble
             began = time.monotonic()
             assert pool.explain(rollouts) == [{}] * 6
             seconds.append(time.monotonic() - began)
-        # other programs may delay some of the five that follow; to wait for the hanging call takes each 0.2 s
-        assert sorted(seconds[1:])[2] < 0.1, "a hanging call is waited for once"
+        # other programs may delay some of the five that follow; to wait for the hanging call takes each 1 s
+        assert sorted(seconds[1:])[2] < 0.5, "a hanging call is waited for once"
         (tmp_path / "judges.py.released").touch()
         assert all(not hasattr(v["own"], "kind") for v in pool.judge([make_rollout("xxxxx", task="a")]))
     (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
