@@ -1127,11 +1127,15 @@ tasks:
     write_run(tmp_path, paced, num_rows=60)
     (tmp_path / "slow.py").write_text(
         "import time\n"
-        "from multitask_rl.scoring.shapes import with_traits\n\n\n"
+        "from pathlib import Path\n"
+        "from multitask_rl.scoring.shapes import with_traits\n"
+        "GATE = Path(__file__).with_name('gate')\n\n\n"
         "@with_traits(isolate=False, low=0.0, high=1.0)\n"
         "def fast(response):\n    return (sum(map(ord, response)) % 97) / 97\n\n\n"
-        "@with_traits(isolate=False, low=0.0, high=1.0, deterministic=False)\n"
-        "def slow(response):\n    time.sleep(0.25)\n    return fast(response)\n"
+        "@with_traits(isolate=False, low=0.0, high=1.0, deterministic=False, timeout_s=250.0)\n"
+        "def slow(response):\n"
+        "    while not GATE.exists():\n        time.sleep(0.01)\n"
+        "    return fast(response)\n"
     )
     batch = BatchConfig(prompts_per_step=8, group_size=2, refill_rounds=0, quorum=0.5)
     config = run_config(
@@ -1153,6 +1157,9 @@ tasks:
         row = json.loads(lines(tmp_path / "out", "metrics.jsonl")[-1])
         requested = max(requested, row["task/slow/share_requested"])
         dropped += row["task/slow/dropped_stale"]
+        if dropped:
+            (tmp_path / "gate").touch()  # a step that owes groups may wait for some
+    (tmp_path / "gate").touch()
     trainer.close()
     assert dropped > 0
     assert requested > 0.5
