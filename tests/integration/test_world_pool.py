@@ -61,6 +61,7 @@ class World:
         return said("yes", reward=1)
 
     def sleep(self):
+        self.note("sleeps")
         time.sleep(1000)
 
     def hold_everything(self):
@@ -475,7 +476,8 @@ def test_worlds_are_closed_and_processes_end_when_the_trainer_dies(tmp_path):
         pids = [int(pid) for pid in trainer.stdout.readline().split()]
         trainer.stdout.close()
         everything += pids
-    time.sleep(0.3)
+    until(lambda: "sleeps" in (tmp_path / "log2").read_text())
+    until(lambda: "holds" in (tmp_path / "log3").read_text())
     everything += [c.pid for pid in everything for c in psutil.Process(pid).children(recursive=True)]
     for trainer, how, *_ in trainers:
         trainer.send_signal(how)
