@@ -164,7 +164,7 @@ class Needs:
         return [float(len(r.row["tests"])) for r in rollouts]
 
 class InProcess:
-    traits = PluginTraits(isolate=False, timeout_s=0.3, deterministic=False)
+    traits = PluginTraits(isolate=False, deterministic=False)
     built = 0
 
     @dataclass
@@ -182,6 +182,9 @@ class InProcess:
         while rollouts[0].response == "hang" and not os.path.exists(released) and time.monotonic() < until:
             time.sleep(0.01)
         return [Score(value=float(os.getpid()), components={"built": type(self).built}) for _ in rollouts]
+
+class HangsInProcess(InProcess):
+    traits = PluginTraits(isolate=False, timeout_s=0.3, deterministic=False)
 
 class WrongSignature:
     def score(self):
@@ -626,7 +629,7 @@ def test_constraints_and_rewards_have_devices_of_their_own(tmp_path: Path) -> No
 
 
 def test_a_hang_in_this_process_times_out_and_no_call_follows(plugin_file: Path) -> None:
-    spec = TaskSpec(name="t", rewards=[RewardSpec(plugin=f"{plugin_file}:InProcess", name="rm")])
+    spec = TaskSpec(name="t", rewards=[RewardSpec(plugin=f"{plugin_file}:HangsInProcess", name="rm")])
     with RewardPool({"t": spec}, ScoringConfig(), seed=0, devices={}) as pool:
         hung = pool.score(of("t", "hang"))[0]
         assert hung.failure is not None
