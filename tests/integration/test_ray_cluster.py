@@ -122,7 +122,8 @@ def test_replicas_join_and_leave_and_a_run_without_any_ends_and_goes_on_later(tm
         for event in events
         if event["source"] == "engine" and event["kind"] != "late"  # on a busy machine
     ]
-    assert [(step, kind) for step, kind, _ in told] == [(0, "joined"), (1, "lost"), (2, "joined")], told
+    found = [(step, kind) for step, kind, _ in told if step < 3]  # step 3 has no replica
+    assert found == [(0, "joined"), (1, "lost"), (2, "joined")], told
     assert "rollout replica 1 has joined, 2 of 2 are at work" in told[0][2]
     assert "rollout replica 1 is lost, 1 of 2 are at work: The actor died" in told[1][2]
     cluster.add_node(num_cpus=1)
