@@ -64,15 +64,13 @@ class WeightReceiver:
 
         for module in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
             shared = type(module)
-            changed = {name: vars(shared)[name] for name in _CHANGED if name in vars(shared)}
-            begin = changed.get("__init__")
-            former = inspect.getclosurevars(begin).nonlocals.get("old_init") if begin is not None else None
-            if former is None or not isinstance(module, PreTrainedModel):
+            if not isinstance(module, PreTrainedModel) or "_ignore_compile_vllm" not in vars(shared):
                 continue
+            changed = {name: vars(shared)[name] for name in _CHANGED if name in vars(shared)}
             *before, added = shared.__bases__
             for name in changed:
                 delattr(shared, name)
-            shared.__init__ = former
+            shared.__init__ = inspect.getclosurevars(changed["__init__"]).nonlocals["old_init"]
             shared.__bases__ = tuple(before)
             changed["__module__"] = shared.__module__
             module.__class__ = type(shared.__name__, (shared, added), changed)
