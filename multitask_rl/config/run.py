@@ -78,7 +78,8 @@ class ModelConfig(Settings):
     """Run Python code that comes with the model. Only for models whose code you have read."""
     reference_decay: Fraction = 1.0
     """After each step the reference of the KL becomes decay * reference + (1 - decay) * actor; 1 = the
-    initial actor for the whole run."""
+    initial actor for the whole run. It begins at the initial actor with the first task that has a KL, also
+    if a resume adds this task."""
     lora: LoraConfig = field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:

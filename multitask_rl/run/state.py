@@ -103,7 +103,7 @@ class RunState:
         self.former_names: Mapping[str, Sequence[str]] = {}
         """Former names of tasks that earlier resumes have renamed."""
         self.unmeasured: list[str] = []
-        """Tasks that the restored checkpoint lacks, or whose primary metric it defines otherwise. One saved
+        """Tasks that the restored checkpoint lacks, or whose primary metric it measures otherwise. One saved
         behind a rollback names them itself: their evaluation at its step comes later."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
@@ -209,7 +209,7 @@ class RunState:
             task.load_state_dict(copy.deepcopy(self._fresh[name]))
             if known is not None:
                 task.load_state_dict(known)
-            if known is None or known.get("is_unmeasured") or task.is_redefined(""):
+            if known is None or known.get("is_unmeasured") or task.has_other_values:
                 self.unmeasured.append(name)
         is_same = len(state) == len(self._tasks) and not gone
         self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())

@@ -74,7 +74,6 @@ class Evaluator:
         found: dict[str, TaskEvaluation] = {}
         for name in names:
             task, own = self.tasks[name], [s for s in scored if s.rollout.task == name]
-            sampling = task.spec.evaluated_at(task.sampling, self.temperature)
             condition = task.algorithm.condition([], evaluation=True)
             found[name] = TaskEvaluation(
                 task=name,
@@ -83,7 +82,7 @@ class Evaluator:
                 step=step,
                 policy_version=version,
                 prompts=digests[name].hexdigest(),
-                definitions=definitions(task.spec) | {SAMPLING: sampling_hash(sampling, condition)},
+                definitions=definitions(task.spec) | {SAMPLING: sampling_hash(task.eval_sampling, condition)},
                 num_samples=task.spec.eval_samples,
                 num_failed=task.metrics.num_failed(own),
                 metrics={**task.metrics.describe(own, held_out=True), **constraint_metrics(task.spec, own)},

@@ -27,6 +27,7 @@ from multitask_rl.statistics.definitions import (
     are_different,
     definition_of,
     definitions,
+    sampling_hash,
 )
 from multitask_rl.training.backend import LearnerTask
 
@@ -69,6 +70,8 @@ class TaskState:
     """What chooses the rows to evaluate: seed and name of the task when the run began, and their number."""
     eval_rows: Sequence[Row] = field(init=False)
     """The rows to evaluate: always the same ones in the same order."""
+    eval_temperature: float = 1.0
+    """``eval.temperature``."""
     only_reported: bool = False
     """The held-out rows are of the split ``test``: no controller reads their results."""
     max_prompt_tokens: int = 0
@@ -76,6 +79,8 @@ class TaskState:
     anchor: AnchorState = field(default_factory=AnchorState)
     former_definitions: Mapping[str, str] = field(default_factory=dict)
     """``definitions`` of the checkpoint that was restored."""
+    former_measuring: str = ""
+    """``measuring`` of the checkpoint that was restored."""
     warnings: list[str] = field(default_factory=list)
     """Texts since the last ``take_warnings``, which makes events of them."""
     warned_of: list[str] = field(default_factory=list)
@@ -112,6 +117,24 @@ class TaskState:
         now = definition_of(definitions(self.spec), metric)
         return are_different(now, definition_of(self.former_definitions, metric))
 
+    @property
+    def eval_sampling(self) -> SamplingParams:
+        """Sampling of evaluations; without rewards, the one under which the task's tokens are measured."""
+        scored = self.spec.is_scored
+        return self.spec.evaluated_at(self.sampling, self.eval_temperature) if scored else self.sampling
+
+    @property
+    def measuring(self) -> str:
+        """Hash of the settings and rows of evaluations, without those of ``definitions``."""
+        spec, sampling = self.spec, sampling_hash(self.eval_sampling, ())
+        form = [spec.prompt, spec.system, spec.chat, spec.chat_template_kwargs, spec.tools_column, spec.answer]
+        return fingerprint([*self.eval_rows, {"form": form, "sampling": sampling}])
+
+    @property
+    def has_other_values(self) -> bool:
+        """Whether the restored checkpoint measures the primary metric in another way."""
+        return self.is_redefined("") or are_different(self.measuring, self.former_measuring)
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything that changes, as JSON data."""
         return {
@@ -127,6 +150,7 @@ class TaskState:
             "warnings": list(self.warnings),
             "warned_of": list(self.warned_of),
             "held_out": fingerprint(self.eval_rows),
+            "measuring": self.measuring,
             "held_out_by": list(self.held_out_by),
             "refused_values": self.metrics.state_dict(),
             "earned": self.metrics.earned_dict(),
@@ -178,6 +202,7 @@ class TaskState:
         warnings = [*state.get("warnings", ()), *(w for w in self.warned_of if w not in known)]
         self.warnings[:] = [warning for warning in warnings if warning not in self.taken]
         self.choose_held_out(state["held_out_by"])
+        self.former_measuring = state.get("measuring", "")
         if fingerprint(self.eval_rows) != state["held_out"]:
             is_answered = self.spec.kind == "anchor" and not self.spec.answer
             logger.warning(
@@ -306,6 +331,7 @@ def build_task_states(
             stream=stream,
             held_out=eval_rows,
             held_out_by=(config.seed, spec.renamed_from or name, config.eval.num_prompts),
+            eval_temperature=config.eval.temperature,
             only_reported=isinstance(eval_rows, ReportedRows),
             max_prompt_tokens=limit,
         )

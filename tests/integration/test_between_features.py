@@ -885,7 +885,7 @@ def test_evaluations_made_in_another_way_are_no_fall_of_the_weights(six_steps, c
     said = [e for e in told if e["source"] == "guard" and not e["reason"].startswith("responses went from")]
     assert [(e["step"], e["kind"]) for e in said] == [(7, "redefined")]
     row = summarise_run(read_run(six_steps / "out"))["tasks"]["copy"]
-    assert (row["steps"], row["left_out"]) == ([7, 12], list(range(7)))
+    assert (row["steps"], row["left_out"]) == ([6, 12], list(range(6))), "measured anew at the resume"
 
 
 def test_two_ways_to_treat_rejected_responses_are_two_definitions(tmp_path):
@@ -995,6 +995,19 @@ def test_a_resume_measures_what_is_new_before_it_trains_on_it(tmp_path):
     (tmp_path / "tasks.yaml").write_text(COPY.replace("starts_right", "is_short") + DIGIT)
     train(run_config(tmp_path, "out", 8, **SMALL))
     assert rows()[6:] == [("copy", 6), ("copy", 8), ("digit", 8)]
+
+
+@pytest.mark.parametrize("change", OTHER_EVALUATIONS)
+def test_a_resume_measures_what_it_evaluates_in_another_way_before_it_trains_on_it(tmp_path, change):
+    six = {"eval": EvalConfig(every=2, num_prompts=40), "checkpoint": CheckpointConfig(every=1)}
+    measured_alike(tmp_path, 1, **six)
+    changed = {**six, **OTHER_EVALUATIONS[change]}
+    if "eval" in OTHER_EVALUATIONS[change]:
+        changed["eval"] = replace(OTHER_EVALUATIONS[change]["eval"], every=2)
+    measured_alike(tmp_path, 3, **changed)
+    measured_alike(tmp_path, 5, **changed)  # nothing has changed
+    rows = [json.loads(line) for line in lines(tmp_path / "out", "evaluations.jsonl")]
+    assert [row["step"] for row in rows] == [0, 1, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])

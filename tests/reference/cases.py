@@ -32,10 +32,19 @@ MULTIPLIER = {
     "derivative": (0.0, 1.0),
     "log_rate": (3.0,),
 }
+CHANGES: dict[str, tuple[Any, ...]] = {
+    "weight": (0.0, 0.5, 1.0, 3.0),
+    "min_share": (None, 0.0, 0.1, 0.25),
+    "evaluation_only": (False, True),
+    "is_reported": (False, True),
+}
+"""Settings of a task that change at a resume."""
 ACTING = 0.04
 """Part of the cases whose guard acts."""
 RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
+CHANGED = 0.15
+"""Part of the cases with tasks that come, go, come back or change at resumes."""
 UNTRAINED = 0.25
 """... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
 TOOLS = 0.12
@@ -47,7 +56,7 @@ LONG = 0.2
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
-STREAM, CURRICULA, NEWER = 50, 2, 106
+STREAM, CURRICULA, NEWER, NEWEST = 50, 2, 106, 1
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 
@@ -77,6 +86,12 @@ class Case:
     """Step before which the product's run is saved and begins anew from its checkpoint; 0 = it is not."""
     resumed_after_rollback: bool = False
     """The same after its first rollback."""
+    everyone: list[Task | Anchor] = field(default_factory=list)
+    """All tasks and anchors that the run has at some time."""
+    watched: list[str] = field(default_factory=list)
+    """What the guard watches of them beside primary metrics."""
+    changes: dict[int, dict[str, dict[str, Any]]] = field(default_factory=dict)
+    """Step of a resume (0: the start) -> tasks and anchors from there on, in order, with changed settings."""
     renamed: dict[str, str] = field(default_factory=dict)
     """New names of tasks and anchors from the first resume on."""
     origins: dict[str, str] = field(default_factory=dict)
@@ -101,6 +116,20 @@ class Case:
         self.settings.rename(self.renamed)
         self.past = {self.renamed.get(name, name): past for name, past in self.past.items()}
         self.origins = {new: old for old, new in self.renamed.items()}
+
+    def change(self, step: int) -> None:
+        """Go on with the tasks of the resume at ``step``."""
+        settings, chosen = self.settings, self.changes[step]
+        owners = {owner.name: owner for owner in self.everyone}
+        settings.quantiles_before = len(settings.control_tokens) if step else 0
+        now = [owners[name] for name in chosen]
+        for owner in now:
+            for key, value in chosen[owner.name].items():
+                setattr(owner, key, value)
+        settings.tasks = [owner for owner in now if isinstance(owner, Task)]
+        settings.anchors = [owner for owner in now if isinstance(owner, Anchor)]
+        read = [o.name for o in now if not (isinstance(o, Task) and o.is_reported)]
+        settings.watched = [key for key in self.watched if key.partition("/")[0] in read]
 
     def describe(self) -> str:
         """All of it in one line, to be read."""
@@ -129,8 +158,10 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _tools(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
+    if with_more and random.Random(f"changes{NEWEST} {seed}").random() < CHANGED:
+        _changing(case)
     rng = random.Random(f"renamed{NEWER} {seed}")
-    if (case.resumed_at or case.resumed_after_rollback) and rng.random() < RENAMED:
+    if not case.changes and (case.resumed_at or case.resumed_after_rollback) and rng.random() < RENAMED:
         names = [owner.name for owner in [*case.settings.tasks, *case.settings.anchors]]
         case.renamed = {name: f"new_{name}" for name in names if rng.random() < 0.6}
     return case
@@ -280,6 +311,32 @@ def _untrained(case: Case) -> None:
     settings.watched = [key for key in settings.watched if key.partition("/")[0] not in hidden]
     if not settings.eval_every:
         settings.eval_every, case.num_steps = 1, max(2, case.num_steps)
+
+
+def _changing(case: Case) -> None:
+    """Let tasks come, go and come back at resumes, with other weights and on other held-out rows."""
+    rng, settings = random.Random(f"changing{NEWEST} {case.seed}"), case.settings
+    if not settings.eval_every:
+        settings.eval_every = rng.choice([1, 2])
+    case.num_steps = max(case.num_steps, rng.choice([3, 4, 6]))
+    case.everyone, case.watched = [*settings.tasks, *settings.anchors], settings.watched
+    known = {t.name: {"weight": t.weight, "evaluation_only": t.evaluation_only} for t in settings.tasks}
+    at = sorted(rng.sample(range(1, case.num_steps), min(rng.choice([1, 2, 2, 3]), case.num_steps - 1)))
+    for step in [0, *at]:
+        chosen: dict[str, dict[str, Any]] = {}
+        while not any(n in chosen and x["weight"] and not x["evaluation_only"] for n, x in known.items()):
+            owners = [o for o in case.everyone if rng.random() < 0.7]
+            chosen = {o.name: {} for o in rng.sample(owners, len(owners))}
+            for name in known if step else ():
+                own = {key: rng.choice(options) for key, options in CHANGES.items() if rng.random() < 0.15}
+                known[name] |= {key: own[key] for key in known[name] if key in own}
+                if name in chosen:
+                    chosen[name] = dict(own)
+        for name in chosen:
+            if name in known:
+                chosen[name] |= known[name]
+        case.changes[step] = chosen
+    case.change(0)
 
 
 def _overrun(case: Case) -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from multitask_rl.guard.decision import GuardAction
-from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statistic, Verdict
+from multitask_rl.records import Failure, NotApplicable, Score, Scored, Statistic, TaskEvaluation, Verdict
 from multitask_rl.training.backend import CreditedSample
 
 from .cases import Case
@@ -137,12 +137,15 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
     run = Run(case.settings, given_of(case, product), product.weights())
     tolerance = TOLERANCES[case.arithmetic]
     every = case.settings.eval_every
-    resumed_at, resumes = case.resumed_at, case.resumed_after_rollback
+    resumed_at, resumes = {case.resumed_at, *case.changes} - {0}, case.resumed_after_rollback
     for _ in range(case.num_steps):
         number = run.step_number
-        if number and number == resumed_at:
-            _reopen(product, run)
-            resumed_at = 0
+        if number in resumed_at:
+            resumed_at.discard(number)
+            problems = [f"resume at {number}: {text}" for text in _reopen(product, run, number)]
+            yield from problems
+            if problems:
+                return
         if case.settings.acting:
             action = "rollback"
             while action == "rollback":
@@ -153,10 +156,17 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
                 if problems or action == "stop":
                     return
                 if action == "rollback" and resumes:
-                    _reopen(product, run)
+                    yield from _reopen(product, run)
                     resumes = False
             number = run.step_number
-        elif every and number and number % every == 0:
+        elif run.unmeasured and number % every:
+            product.evaluate()
+            run.look_at_new()
+            problems = [f"look at {number}: {text}" for text in _compare_looks(run, product, tolerance)]
+            yield from problems
+            if problems:
+                return
+        elif every and (number or case.changes) and number % every == 0:
             problems = [
                 f"evaluation {number}: {text}" for text in _compare_evaluation(run, product, tolerance)
             ]
@@ -194,11 +204,22 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
-def _reopen(product: Product, run: Run) -> None:
-    """End and begin anew; the first time tasks may get other names."""
+def _reopen(product: Product, run: Run, step: int = 0) -> Iterator[str]:
+    """End and begin anew; tasks may be others then, or get other names."""
     case = product.case
     product.end()
     run.reopen()
+    if step in case.changes:
+        case.change(step)
+        product.begin_anew()
+        product.open()
+        known, given = run.given.chosen, given_of(case, product)
+        given.chosen |= {name: known.get(name, {}) for name in given.chosen}
+        run.refit(given, product.weights())
+        for name, weight in product.weights().items():
+            if _norm([weight - run.weights[name]]) > NOTHING:
+                yield f"weight {name} is not the same"
+        return
     if case.renamed and not case.origins:
         case.rename()
         rename_given(run.given, case)
@@ -216,6 +237,7 @@ def _compare_inspection(run: Run, product: Product, tolerance: Tolerance) -> tup
             f"the guard's action is {action or 'none'} ({said}), reference {own_action or 'none'}"
         ]
     problems = list(_compare_numbers(run, product, numbers, tolerance)) if numbers else []
+    problems += _compare_looks(run, product, tolerance)
     if numbers and product.guard.decision.judged_good != is_good:
         problems.append(f"judged good {product.guard.decision.judged_good}, reference {is_good}")
     return action, problems + list(_compare_state(run, product, tolerance))
@@ -231,8 +253,8 @@ def _compare_state(run: Run, product: Product, tolerance: Tolerance) -> Iterator
         ("checkpoints", known, {at: c.is_good for at, c in run.checkpoints.items()}),
         ("factors", product.guard.weight_factors(), guard.factors),
         ("version", trainer.actor.policy_version, run.version),
-        ("left out", {n: trainer.tasks[n].num_overlong for n in names}, run.left_out),
-        ("draws", {n: trainer.tasks[n].stream.draw for n in names}, run.draws),  # type: ignore[union-attr]
+        ("left out", {n: trainer.tasks[n].num_overlong for n in names}, {n: run.left_out[n] for n in names}),
+        ("draws", {n: trainer.tasks[n].stream.draw for n in names}, {n: run.draws[n] for n in names}),  # type: ignore[union-attr]
     ):
         if found != own:
             yield f"{name} {found}, reference {own}"
@@ -265,21 +287,35 @@ def _compare_evaluation(run: Run, product: Product, tolerance: Tolerance) -> Ite
         yield f"judged good {decision.judged_good}, reference {is_good}"
 
 
+def _compare_looks(run: Run, product: Product, tolerance: Tolerance) -> Iterator[str]:
+    """Compare the evaluation of what is new since a resume."""
+    names = {key.partition("/")[0] for key in run.looks}
+    if found := names ^ set(product.looks):
+        yield f"evaluated at the resume {sorted(product.looks)}, not the same: {sorted(found)}"
+        return
+    for name, evaluation in product.looks.items():
+        yield from _compare_task(run, name, evaluation, run.looks, tolerance)
+    product.looks = {}
+
+
+def _compare_task(
+    run: Run, name: str, found: TaskEvaluation, numbers: Mapping[str, Number], tolerance: Tolerance
+) -> Iterator[str]:
+    is_scored = any(t.name == name and t.has_rewards for t in run.settings.tasks)
+    relative = NUMBER if is_scored else tolerance.relative  # a loss or a KL comes of the model
+    own = {k.removeprefix(f"{name}/"): v for k, v in numbers.items() if k.startswith(f"{name}/")}
+    yield from _compare_statistics(name, found.metrics, own, relative)
+    main = {"primary": numbers[name]} if name in numbers else {}
+    yield from _compare_statistics(name, {"primary": found.primary}, main, relative)
+
+
 def _compare_numbers(
     run: Run, product: Product, numbers: Mapping[str, Number], tolerance: Tolerance
 ) -> Iterator[str]:
-    # a loss or a KL comes of the model
-    relative = {t.name: NUMBER if t.has_rewards else tolerance.relative for t in run.settings.tasks}
-    relative |= {a.name: tolerance.relative for a in run.settings.anchors}
     for task in [*run.settings.tasks, *run.settings.anchors]:
         evaluation = product.evaluations[task.name]
-        own = {
-            k.removeprefix(f"{task.name}/"): v for k, v in numbers.items() if k.startswith(f"{task.name}/")
-        }
-        yield from _compare_statistics(task.name, evaluation.metrics, own, relative[task.name])
-        main = {"primary": numbers[task.name]} if task.name in numbers else {}
-        primary = {"primary": evaluation.primary}
-        yield from _compare_statistics(task.name, primary, main, relative[task.name])
+        yield from _compare_task(run, task.name, evaluation, numbers, tolerance)
+    scored = [t.name for t in run.settings.tasks if t.has_rewards]
     metrics = product.guard.metrics()
     for key, detector in run.guard.detectors.items():
         if detector.count:
@@ -287,7 +323,7 @@ def _compare_numbers(
             known = {"value": detector.value, "demonstrated": demonstrated, "cusum": detector.cusum}
             for name, value in (known | {"cusum_limit": detector.limit}).items():
                 found = metrics.get(f"guard/{key}/{name}")
-                own_relative = relative[key.partition("/")[0]]
+                own_relative = NUMBER if key.partition("/")[0] in scored else tolerance.relative
                 yield from _compare_number(f"guard/{key}/{name}", found, value, own_relative)
     for task in run.settings.trained:
         level = product.trainer.scheduler.metrics().get(f"task/{task.name}/level")

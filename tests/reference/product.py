@@ -324,13 +324,15 @@ class Product:
     speakers: dict[float, int] = field(default_factory=dict)
     told: dict[Told, list[str]] = field(default_factory=dict)
     """What worlds have said."""
+    is_resumed: bool = False
 
     def __post_init__(self) -> None:
         self.credited: list[CreditedSample] = []
         self.evaluations: Mapping[str, TaskEvaluation] = {}
-        """The last ones of all tasks, but for confirmations."""
+        """The last ones of all tasks, but for confirmations; ``looks``: of new tasks alone."""
+        self.looks: Mapping[str, TaskEvaluation] = {}
         self.numbers: dict[str, float] = {}
-        self.past = _past(self.case)
+        self.past = [] if self.is_resumed else _past(self.case)
         case, settings = self.case, self.case.settings
         self.teacher: dict[str, Tensor] = {}
         if any(t.type == "distill" for t in settings.tasks):
@@ -503,6 +505,8 @@ class Product:
             found = evaluate(evaluator, step, **how)
             if not how:
                 self.evaluations = found
+            elif set(how) == {"tasks"}:
+                self.looks = found
             return found
 
         evaluator.evaluate = watch  # type: ignore[method-assign]
@@ -556,7 +560,7 @@ class Product:
 
     def begin_anew(self) -> None:
         """Begin the run anew from its checkpoint."""
-        number = self.guard.number
+        number, self.is_resumed = self.guard.number, True
         self.__post_init__()
         self.guard.number = number
 

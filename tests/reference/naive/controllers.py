@@ -239,6 +239,25 @@ class Scheduler:
         self.cosines: dict[str, list[float]] = {name: [] for name in self.prior}
         """Means over the other tasks, comparison by comparison."""
 
+    def refit(self, ranks: Mapping[str, int]) -> Scheduler:
+        """The same for the tasks and weights of now: what was learnt is a factor on the weights.
+
+        New tasks begin afresh.
+        """
+        new = Scheduler(self.settings, ranks)
+        kept = [name for name in new.prior if name in self.prior]
+        for own in ("traces", "start", "dead_steps", "largest", "best", "waited", "scale", "cosines"):
+            getattr(new, own).update({name: getattr(self, own)[name] for name in kept})
+        for name in kept:
+            new.logits[name] += self.logits[name] - math.log(self.prior[name])
+            new.arms[name] *= self.arms[name] / self.prior[name]
+        total = math.fsum(new.arms.values())
+        new.arms = {name: value / total for name, value in new.arms.items()}
+        new.held = {name for name in kept if name in self.held}
+        new.carry = {t.name: self.carry[t.name] for t in self.settings.trained if t.name in self.carry}
+        new.factors = {name: factor for name, factor in self.factors.items() if name in new.prior}
+        return new
+
     def observe(self, seen: Mapping[str, Seen]) -> None:
         """Learn from one step."""
         progress = {}

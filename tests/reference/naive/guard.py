@@ -39,6 +39,8 @@ class Detector:
     cusum: float = 0.0
     slack: float = 0.0
     is_lower: bool = False
+    measured_by: object = None
+    """What its values are of; others are not compared with them."""
     good_step: int = -1
     """The last step that does not look like part of a fall: no evidence, and not below the average."""
 
@@ -126,6 +128,16 @@ class Guard:
         self.detectors = {key: self.new_detector(key) for key in self.watched}
         self.good: dict[str, Number] = {}
         self.since_good = 0
+        self.measured_by: Mapping[str, object] = {}
+        """Task -> what its values are of."""
+
+    def refit(self, watched: list[str], begin_at_zero: list[str], measured_by: Mapping[str, object]) -> None:
+        """Watch other metrics from now on; those that were not watched begin afresh."""
+        self.watched, self.begin_at_zero, self.measured_by = watched, begin_at_zero, measured_by
+        self.detectors = {key: self.detectors.get(key) or self.new_detector(key) for key in watched}
+        for detector in self.detectors.values():
+            detector.number_watched = len(watched)
+        self.good = {key: value for key, value in self.good.items() if key in watched}
 
     def new_detector(self, key: str) -> Detector:
         return Detector(len(self.watched), 1.0 if key in self.begin_at_zero else 0.0, self.rules)
@@ -142,10 +154,21 @@ class Guard:
         self, numbers: Mapping[str, Number], ends: Mapping[str, tuple[float, float] | None], step: int = 0
     ) -> list[str]:
         """Return what has a value with an error."""
+        for key in [key for key in self.watched if key in numbers]:
+            now = self.measured_by.get(key.partition("/")[0])
+            if self.detectors[key].measured_by != now:
+                if self.detectors[key].count:
+                    self.begin_anew(key)
+                self.detectors[key].measured_by = now
         seen = [key for key in self.watched if key in numbers and math.isfinite(numbers[key].error)]
         for key in seen:
             self.detectors[key].observe(numbers[key], ends.get(key), step)
         return seen
+
+    def begin_anew(self, key: str) -> None:
+        """Forget values that are of something else than those from now on."""
+        self.detectors[key] = self.new_detector(key)
+        self.good.pop(key, None)
 
     def judge(self, numbers: Mapping[str, Number], seen: Sequence[str], alarm: bool) -> bool:
         """Return whether the weights are judged good."""
@@ -194,6 +217,18 @@ class ActingGuard(Guard):
         self.history: list[dict[str, tuple[int, float, float, float]]] = []
         """By task of every step: its number, groups that teach, groups to train on, training reward."""
         self.snapshots: list[tuple[int, dict[str, Detector]]] = []
+
+    def refit(self, watched: list[str], begin_at_zero: list[str], measured_by: Mapping[str, object]) -> None:
+        super().refit(watched, begin_at_zero, measured_by)
+        self.fresh = {key: own for key, own in self.fresh.items() if key in watched}
+        self.rungs = {key: rung for key, rung in self.rungs.items() if key in watched}
+
+    def begin_anew(self, key: str) -> None:
+        super().begin_anew(key)
+        self.fresh.pop(key, None)
+        self.rungs.pop(key, None)
+        if self.victim == key.partition("/")[0] and self.fallen in ("", key):
+            self.factors, self.victim = {}, ""  # what its fall was answered with is over
 
     def note_step(self, step: int, seen: Mapping[str, tuple[float, float, float]]) -> None:
         self.history.append({name: (step, *own) for name, own in seen.items()})
@@ -322,7 +357,9 @@ class ActingGuard(Guard):
         return [(at, own[key].value, own[key].error) for at, own in self.seen_of(key)]
 
     def seen_of(self, key: str) -> list[tuple[int, dict[str, Detector]]]:
-        return [(at, own) for at, own in self.snapshots if key in own and own[key].count]
+        now = self.detectors[key].measured_by if key in self.detectors else None
+        known = [(at, own) for at, own in self.snapshots if key in own and own[key].count]
+        return [(at, own) for at, own in known if own[key].measured_by == now]
 
     def note_fall(self, key: str, step: int) -> None:
         detector = self.detectors[key]
@@ -340,7 +377,8 @@ class ActingGuard(Guard):
 
     def has_risen(self, task: str, since: Sequence[int]) -> bool:
         """Whether the training reward rose: by trend over five steps, or against the eight steps before."""
-        own = [(x[task][0], round(x[task][3], 9)) for x in self.history if math.isfinite(x[task][3])]
+        seen = [x[task] for x in self.history if task in x]
+        own = [(x[0], round(x[3], 9)) for x in seen if math.isfinite(x[3])]
         for start in since:
             rewards = [reward for step, reward in own if step > start]
             if len(rewards) >= 5:
@@ -358,7 +396,7 @@ class ActingGuard(Guard):
         if self.history and victim in self.history[-1] and self.has_risen(victim, since):
             return victim
         sums = {
-            name: math.fsum(x[name][1] for x in self.history if x[name][0] >= min(since))
+            name: math.fsum(x[name][1] for x in self.history if name in x and x[name][0] >= min(since))
             for name in (self.history[-1] if self.history else {})
         }
         able = {name: total for name, total in sums.items() if total > 0.0}
@@ -388,12 +426,15 @@ class ActingGuard(Guard):
         """Know what was known at ``target``; the rollback counts, and its changes are in force from there."""
         self.snapshots = [own for own in self.snapshots if own[0] <= target]
         for key in self.watched:
-            if (known := self.snapshots[-1][1].get(key)) is None:
+            known, now = self.snapshots[-1][1].get(key), self.detectors[key].measured_by
+            if known is None or known.measured_by != now:
+                known = None
                 self.good.pop(key, None)
                 self.rungs.pop(key, None)
             self.detectors[key] = copy.deepcopy(known) or self.new_detector(key)
+            self.detectors[key].measured_by = now
         for detector in self.detectors.values():
-            detector.cusum = 0.0
+            detector.cusum, detector.number_watched = 0.0, len(self.watched)
         self.since_good = 0
         if target < self.good_at:
             self.good, self.good_at = {}, target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,15 @@ class AdamW:
     settings: Settings
     moments: dict[str, tuple[int, Tensor, Tensor]] = field(default_factory=dict)
 
+    def fit(self, weights: Mapping[str, Tensor]) -> None:
+        """Forget parameters that are gone; those of new rows of a parameter begin at 0."""
+        for name in list(self.moments):
+            count, *moments = self.moments.pop(name)
+            if name in weights:
+                number = len(weights[name])
+                first, second = (_with_rows(moment, number) for moment in moments)
+                self.moments[name] = count, first, second
+
     def step(
         self, weights: dict[str, Tensor], gradients: dict[str, Tensor], rate: float
     ) -> dict[str, Tensor]:
@@ -56,3 +66,7 @@ def clipped(settings: Settings, gradients: dict[str, Tensor]) -> tuple[dict[str,
     limit = settings.max_grad_norm
     factor = min(1.0, limit / (norm + 1e-6)) if limit > 0.0 else 1.0
     return {name: factor * g for name, g in gradients.items()}, norm
+
+
+def _with_rows(value: Tensor, number: int) -> Tensor:
+    return torch.cat([value[:number], value.new_zeros((max(0, number - len(value)), *value.shape[1:]))])

@@ -176,6 +176,14 @@ class Task:
         return self
 
     @property
+    def measured_by(self) -> tuple[bool, float]:
+        """What of its evaluations a resume may change: the split, and the temperature of responses.
+
+        A task that is only evaluated keeps its own temperature; that of others is 1.
+        """
+        return self.is_reported, self.temperature if self.evaluation_only and self.has_rewards else 1.0
+
+    @property
     def has_rewards(self) -> bool:
         """Whether a reward or a constraint says something of its responses."""
         return bool(self.rewards or self.constraints)
@@ -293,6 +301,8 @@ class Settings:
     num_heads: int = 4
     num_key_value_heads: int = 2
     first_control_token: int = 32
+    quantiles_before: int = 0
+    """Most quantiles of a task that the run had: its vocabulary never shrinks."""
     end_token: int = 1
     lora_rank: int = 0
     """0 = all weights are trained."""
@@ -309,7 +319,8 @@ class Settings:
     @property
     def control_tokens(self) -> list[int]:
         """Tokens that stand in prompts alone: they have probability 0 in every task's responses."""
-        number = max(t.config["quantiles"] if t.type == "reward_conditioned" else 0 for t in self.tasks)
+        own = [t.config["quantiles"] for t in self.tasks if t.type == "reward_conditioned"]
+        number = max([self.quantiles_before, *own])
         return list(range(self.first_control_token, self.first_control_token + number))
 
     def __deepcopy__(self, _: object) -> Settings:

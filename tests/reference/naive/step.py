@@ -141,13 +141,18 @@ class Checkpoint:
     is_good: bool | None
     """None: its weights were not judged."""
     score: float | None
+    score_of: list[str]
+    """What the score is the mean of: scores of something else are not compared with it."""
     state: dict[str, object]
     """Attribute of the run -> value."""
 
 
 OF_A_CHECKPOINT = ("weights", "refused", "step_number", "version", "scheduler", "optimizer", "credit_states")
 OF_A_CHECKPOINT += ("kls", "multipliers", "draws", "buffers", "reference", "pools", "written", "evaluated_at")
-OF_A_CHECKPOINT += ("left_out",)
+OF_A_CHECKPOINT += ("left_out", "unmeasured", "measured_by")
+OF_A_TASK = ("refused", "credit_states", "kls", "multipliers", "draws", "left_out", "buffers", "pools")
+OF_A_TASK += ("written",)
+"""Attributes with a value per task."""
 
 
 @dataclass
@@ -175,52 +180,67 @@ class Run:
     precision rounds by, which shows how far rounding alone moves the results."""
 
     def __post_init__(self) -> None:
-        self.refused: dict[str, Refused] = {t.name: {} for t in self.settings.tasks}
         self.step_number = self.version = 0
+        self.begin_tasks()
         self.scheduler = Scheduler(self.settings, self.given.ranks)
         self.optimizer = AdamW(self.settings)
-        self.credit_states = {t.name: CreditState() for t in self.settings.tasks}
-        self.kls = {t.name: KL(t, t.kl_coefficient) for t in self.settings.tasks}
-        self.multipliers = {
-            t.name: [Multiplier(c) for c in t.constraints if c.mode == "lagrangian"]
-            for t in self.settings.tasks
-        }
-        self.draws = {t.name: 0 for t in self.settings.trained}
-        self.left_out = {t.name: 0 for t in self.settings.trained}
-        """Prompts, and given answers, that were too long."""
+        self.first_weights = dict(self.weights)
+        """Of each part of the models when it was added."""
         self.ahead: deque[Batch] = deque()
         self.late: list[tuple[int, list[Attempt]]] = []
         """Step at which it is scored, group."""
-        self.buffers: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
         own = {n: w.clone() for n, w in self.weights.items() if not n.startswith("critic.")}
-        self.reference = dict(merged(own))
+        self.reference = self.initial = dict(merged(own))
         self.margins: list[float] = []
-        anchors = self.settings.anchors
-        names = [t.name for t in self.settings.tasks if not t.is_reported] + [a.name for a in anchors]
-        own_guard = [*names, *self.settings.watched], [f"{a.name}/kl" for a in anchors]
-        self.guard = Guard(*own_guard)
+        self.guard = Guard(*self.watched())
         if self.settings.acting:
-            self.guard = ActingGuard(*own_guard, self.settings.acting)
+            self.guard = ActingGuard(*self.watched(), self.settings.acting)
+        self.guard.refit(*self.watched(), self.measured_by)
         self.evaluations = 0
         self.evaluated_at = self.saved_at = -1
-        self.known: tuple[int, float | None, bool | None] = (-1, None, None)
-        """Step, score and verdict of the weights that were evaluated last."""
+        self.known: tuple[int, float | None, bool | None, list[str]] = (-1, None, None, [])
+        """Step, score, verdict and what the score is of, of the weights that were evaluated last."""
         self.num_confirmations = 0
         self.checkpoints: dict[int, Checkpoint] = {}
         """By step."""
         self.speakers = {self.fingerprint(): 0}
         """Weights -> the newest version that had them."""
-        self.written: dict[str, dict[int, list[int]]] = {}
-        """What the actor wrote for an anchor without given texts."""
+        self.unmeasured: list[str] = []
+        """Tasks and anchors of which the run has no evaluation yet."""
+        self.looks: dict[str, Number] = {}
+        """Their first evaluation, where none of all is due."""
         for seen in self.given.past:
             self.scheduler.observe(seen)
+        self.parts: dict[str, Tensor] | None = None
+
+    def watched(self) -> tuple[list[str], list[str]]:
+        """What the guard watches, and what of it begins at 0."""
+        anchors = self.settings.anchors
+        names = [t.name for t in self.settings.tasks if not t.is_reported] + [a.name for a in anchors]
+        return [*names, *self.settings.watched], [f"{a.name}/kl" for a in anchors]
+
+    def begin_tasks(self) -> None:
+        """Let every task begin."""
+        self.refused: dict[str, Refused] = {t.name: {} for t in self.settings.tasks}
+        self.credit_states = {t.name: CreditState() for t in self.settings.tasks}
+        self.measured_by: dict[str, object] = {t.name: t.measured_by for t in self.settings.tasks}
+        self.kls = {t.name: KL(t, t.kl_coefficient) for t in self.settings.tasks}
+        self.multipliers = {
+            t.name: [Multiplier(c) for c in t.constraints if c.mode == "lagrangian"]
+            for t in self.settings.tasks
+        }
+        self.draws = {t.name: 0 for t in self.settings.tasks}
+        self.left_out = {t.name: 0 for t in self.settings.tasks}
+        """Prompts, and given answers, that were too long."""
+        self.buffers: dict[str, list[Attempt]] = {t.name: [] for t in self.settings.tasks}
         late_steps = self.settings.max_staleness if self.settings.quorum < 1.0 else 0
         self.pools = {
             t.name: Pools(t.curriculum, self.given.order(t.name), self.given.column(t.name), late_steps)
-            for t in self.settings.trained
+            for t in self.settings.tasks
             if t.curriculum
         }
-        self.parts: dict[str, Tensor] | None = None
+        self.written: dict[str, dict[int, list[int]]] = {a.name: {} for a in self.settings.anchors}
+        """What the actor wrote for an anchor without given texts."""
 
     @property
     def lag(self) -> int:
@@ -360,6 +380,37 @@ class Run:
         self.late = []
         if self.settings.acting:
             self.save()
+
+    def refit(self, given: Given, weights: Mapping[str, Tensor]) -> None:
+        """Go on with the tasks that the settings have now; ``weights`` begin what a model gets for new ones.
+
+        New tasks begin afresh, and what was known of those that are gone is dropped.
+        """
+        self.given = given
+        first = self.first_weights
+        self.first_weights = {
+            n: first[n] if n in first and first[n].shape == w.shape else w for n, w in weights.items()
+        }
+        self.fit_state()
+        self.guard.refit(*self.watched(), self.measured_by)
+
+    def fit_state(self) -> None:
+        """Fit what a checkpoint holds to the present tasks."""
+        before, measured_by = {key: getattr(self, key) for key in OF_A_TASK}, self.measured_by
+        self.begin_tasks()
+        for key, own in before.items():
+            now = getattr(self, key)
+            now |= {name: value for name, value in own.items() if name in now}
+        known = [*before["refused"], *before["written"]]
+        names = [owner.name for owner in [*self.settings.tasks, *self.settings.anchors]]
+        changed = [n for n, by in self.measured_by.items() if measured_by.get(n) != by]
+        self.unmeasured = [n for n in names if n not in known or n in [*changed, *self.unmeasured]]
+        self.scheduler = self.scheduler.refit(self.given.ranks)
+        self.weights = fitted(self.weights, self.first_weights)
+        first = merged({n: w for n, w in self.first_weights.items() if not n.startswith("critic.")})
+        self.reference, self.initial = fitted(self.reference, first), fitted(self.initial, first)
+        self.optimizer.fit(self.first_weights)
+        self.speakers[self.fingerprint()] = self.version
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Go on with tasks of other names, former name -> name; ``settings`` and ``given`` have them."""
@@ -605,9 +656,21 @@ class Run:
         numbers, ends = self.not_of_tests(everything), self.not_of_tests(ends)
         self.calibrate(numbers)
         self.evaluations += 1
+        self.unmeasured = []
         if factors := self.settings.guard_factors:
-            self.scheduler.factors = factors[min(self.evaluations, len(factors)) - 1]
+            own = factors[min(self.evaluations, len(factors)) - 1]
+            self.scheduler.factors = {t.name: own[t.name] for t in self.settings.tasks if t.name in own}
         return everything, *self.guard.observe(numbers, ends)
+
+    def look_at_new(self) -> None:
+        """Evaluate what is new since a resume, before it is trained on; no controller reads it."""
+        world = self.given.held_out_world
+        assert world is not None
+        self.looks = {}
+        for task in [*self.settings.tasks, *self.settings.anchors]:
+            if task.name in self.unmeasured:
+                self.looks |= self.measure(task, world)[0]
+        self.unmeasured = []
 
     def not_of_tests(self, found: Mapping[str, T]) -> dict[str, T]:
         """What controllers read: nothing of a split ``test``."""
@@ -673,7 +736,8 @@ class Run:
     def inspect(self) -> tuple[dict[str, Number], str, bool]:
         """Evaluate and save what is due, and do what the guard says.
 
-        Return metrics, ``rollback``, ``stop`` or "", and whether all is good.
+        Return metrics, ``rollback``, ``stop`` or "", and whether all is good. Where no evaluation is due,
+        new tasks have one.
         """
         guard, step, settings = self.guard, self.step_number, self.settings
         assert isinstance(guard, ActingGuard)
@@ -682,13 +746,22 @@ class Run:
         numbers: dict[str, Number] = {}
         is_evaluated = is_due and self.evaluated_at != step
         is_good = False
+        self.looks = {}
+        if not is_evaluated:
+            self.look_at_new()
+        self.unmeasured = []
         if is_evaluated:
             numbers, ends = self.measure_all()
             read = self.not_of_tests(numbers)
             action, is_good = guard.decide(step, read, self.not_of_tests(ends), self.confirm)
             self.calibrate(read)
             self.evaluations, self.evaluated_at = self.evaluations + 1, step
-            self.known = step, self.score(read), is_good
+            self.known = (
+                step,
+                self.score(read),
+                is_good,
+                [f"{t.name}/{t.measured_by}" for t in self.counted()],
+            )
             if action == "stop":
                 return numbers, action, is_good
             is_back = action == "rollback" and self.roll_back()
@@ -707,29 +780,45 @@ class Run:
 
     def score(self, numbers: Mapping[str, Number]) -> float | None:
         """The mean of the tasks' primary metrics: of those with rewards, if there are any; none of a test."""
-        counted = [t for t in self.settings.tasks if t.has_rewards] or self.settings.tasks
-        counted = [t for t in counted if not t.is_reported]
+        counted = self.counted()
         if not counted or any(t.name not in numbers for t in counted):
             return None
         own = [numbers[t.name] for t in counted]
         return math.fsum(x.mean * (1.0 if x.direction == "higher" else -1.0) for x in own) / len(own)
 
+    def counted(self) -> list[Task]:
+        """The tasks whose mean is the score."""
+        counted = [t for t in self.settings.tasks if t.has_rewards] or self.settings.tasks
+        return [t for t in counted if not t.is_reported]
+
     def save(self) -> None:
-        """Keep a checkpoint, and of the others the newest, the best and two judged good."""
+        """Keep a checkpoint, and of the others the newest, the best and two judged good.
+
+        After a change of tasks the best before it stays, too.
+        """
         step, before = self.step_number, self.scheduler
         self.saved_at = step
         self.scheduler = copy.deepcopy(before)
         self.scheduler.carry_over(_count(group[0].task for _, group in self.late))  # it leaves them out
         state = copy.deepcopy({name: getattr(self, name) for name in OF_A_CHECKPOINT})
         self.scheduler = before
-        at, score, is_good = self.known
-        own = {"score": score, "is_good": is_good} if at == step else {"score": None, "is_good": None}
-        self.checkpoints[step] = Checkpoint(version=self.version, state=state, **own)  # type: ignore[arg-type]
+        at, score, is_good, names = self.known
+        if at != step:
+            score, is_good, names = None, None, []
+        self.checkpoints[step] = Checkpoint(
+            version=self.version, is_good=is_good, score=score, score_of=sorted(names), state=state
+        )
         newest = sorted(self.checkpoints, reverse=True)
         kept = [at for at in newest if self.checkpoints[at].is_good][:2]
         kept += newest[: self.settings.checkpoint_keep]
-        scores = {at: c.score for at, c in self.checkpoints.items() if c.score is not None}
-        kept += [at for at in newest if scores.get(at) == max(scores.values(), default=0.0)][:1]
+        kept_of: list[int] = []
+        scores = {at: c.score for at in newest if (c := self.checkpoints[at]).score is not None}
+        while scores and len(kept_of) < 2:
+            of = self.checkpoints[next(iter(scores))].score_of
+            own = {at: score for at, score in scores.items() if self.checkpoints[at].score_of == of}
+            kept_of.append(max(own, key=lambda at: (own[at], at)))
+            scores = {at: score for at, score in scores.items() if at not in own}
+        kept += kept_of
         self.checkpoints = {at: c for at, c in self.checkpoints.items() if at in kept}
 
     def roll_back(self) -> bool:
@@ -744,7 +833,8 @@ class Run:
         draws = dict(self.draws)
         for name, value in copy.deepcopy(self.checkpoints[target].state).items():
             setattr(self, name, value)
-        for name, first in self.draws.items():
+        self.fit_state()
+        for name, first in [(task.name, self.draws[task.name]) for task in self.settings.trained]:
             chosen = self.given.chosen.get(name, {})
             if guard.rules.skip_data:
                 if name in self.pools:
@@ -754,12 +844,11 @@ class Run:
                 for draw in range(first, draws[name]):
                     chosen.pop(draw, None)
         if guard.rules.skip_data:
-            self.draws = draws
+            self.draws |= {task.name: draws[task.name] for task in self.settings.trained}
         self.checkpoints = {at: c for at, c in self.checkpoints.items() if at <= target}
         self.saved_at = target
         own = self.checkpoints[target]
-        self.known = target, own.score, own.is_good
-        self.speakers[self.fingerprint()] = self.version
+        self.known = target, own.score, own.is_good, own.score_of
         guard.rolled_back(target)
         return True
 
@@ -775,6 +864,7 @@ class Run:
         now, before = self.measure(task, world)[0], self.weights
         own = self.checkpoints[good].state["weights"]
         assert isinstance(own, dict)
+        own = fitted(own, self.first_weights)
         self.weights = {n: w if n.startswith("critic.") else own[n] for n, w in before.items()}
         then = self.measure(task, world)[0]
         self.weights = before
@@ -782,7 +872,7 @@ class Run:
 
     def measure_anchor(self, anchor: Anchor) -> dict[str, Number]:
         """Loss under the actor and KL(initial actor, actor), each text's mean over its tokens."""
-        world, memory = self.given.held_out_world, self.written.setdefault(anchor.name, {})
+        world, memory = self.given.held_out_world, self.written[anchor.name]
         assert world is not None
         texts = []
         for i in range(self.given.held_out[anchor.name]):
@@ -865,6 +955,8 @@ class Run:
         decay = settings.reference_decay
         now = merged(self.weights)
         self.reference = {n: decay * w + (1.0 - decay) * now[n] for n, w in self.reference.items()}
+        if not any(t.kl_coefficient for t in settings.trained if t.name in self.scheduler.prior):
+            self.reference = self.initial  # it begins with the first task that needs it
         self.version += 1
         self.speakers[self.fingerprint()] = self.version
         numbers = {}
@@ -953,6 +1045,16 @@ class Run:
         for name in {s.task for s in samples}:
             parts[name] = quotas.get(name) or len({a.group for a in kept if a.task == name})
         return {name: part / sum(parts.values()) for name, part in parts.items()}
+
+
+def fitted(own: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """``own`` with the names and rows of ``first``: a new row is the mean of the others."""
+    found = {}
+    for name, new in first.items():
+        rows = own.get(name, new)
+        more = rows.mean(dim=0).expand(len(new) - len(rows), *new.shape[1:])
+        found[name] = torch.cat([rows, more])
+    return found
 
 
 def _count(names: object) -> dict[str, int]:
