@@ -45,6 +45,10 @@ RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
 CHANGED = 0.15
 """Part of the cases with tasks that come, go, come back or change at resumes."""
+STREAMED = 0.2
+"""... some of whose constraints read responses while they are written."""
+NAMED = 0.4
+"""... some of whose worlds give rewards by name."""
 UNTRAINED = 0.25
 """... with tasks that are not trained, or whose results on a split ``test`` no controller reads."""
 TOOLS = 0.12
@@ -100,6 +104,8 @@ class Case:
     """Tokens that responses hold often."""
     form: str = ""
     """In which calls of tools are written; each is one token."""
+    named: list[str] = field(default_factory=list)
+    """Tasks whose world gives rewards by name."""
     limiting: dict[str, list[str]] = field(default_factory=dict)
     """Task whose world limits the next answer at times -> texts that it ends it with."""
     collapsed: list[int] = field(default_factory=list)
@@ -156,6 +162,10 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _overrun(case)
     if with_more and random.Random(f"tools{NEWER} {seed}").random() < TOOLS:
         _tools(case)
+    if with_more and random.Random(f"streamed{NEWEST} {seed}").random() < STREAMED:
+        _streamed(case)
+    if with_more and random.Random(f"named{NEWEST} {seed}").random() < NAMED:
+        _named(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     if with_more and random.Random(f"changes{NEWEST} {seed}").random() < CHANGED:
@@ -374,6 +384,32 @@ def _tools(case: Case) -> None:
     calls = range(len(VOCABULARY), len(VOCABULARY) + len(CALLS))
     settings.first_control_token = calls.stop
     case.spelled = [*case.spelled, *([call] for call in calls)]
+
+
+def _streamed(case: Case) -> None:
+    """Let constraints read responses while they are written."""
+    rng = random.Random(f"looks{NEWEST} {case.seed}")
+    for task in case.settings.tasks:
+        for rule in task.constraints:
+            if rng.random() < 0.7:
+                rule.stream_every = rng.choice([1, 2, 2, 3])
+                key = f"{task.name}/{rule.name}"
+                values = rng.choice([(0.0, 1.0), (0.0, 0.2, 0.3, 0.9), (0.0,) * 5 + (0.6,)])
+                script = replace(case.scripts[key], values=values, over=0.0)
+                case.scripts[key] = replace(script, same=0.0, same_silent=0.0)
+
+
+def _named(case: Case) -> None:
+    """Let worlds give rewards by name, and tasks take some of them alone."""
+    rng = random.Random(f"names{NEWEST} {case.seed}")
+    for task in case.settings.tasks:
+        if task.max_turns and rng.random() < 0.8:
+            case.named.append(task.name)
+            for rule in [r for r in task.rewards if r.is_of_world]:
+                rule.key = rng.choice(["", "", "right", "form"])
+            for name in rng.sample(["right", "form"], rng.choice([0, 1, 1, 2])):
+                weight = rng.choice([1.0, 0.5, 0.0, -1.0])
+                task.rewards.append(RewardRule(name=name, is_of_world=True, key=name, weight=weight))
 
 
 def _long(case: Case) -> None:

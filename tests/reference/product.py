@@ -72,7 +72,7 @@ if str(Path(__file__).parents[1]) not in sys.path:
 class ScriptedEngine(FakeEngine):
     """Responses that depend on prompt, seed and version as ``world.py`` says."""
 
-    can_constrain = True
+    can_constrain = can_watch = True
     sentences: Mapping[str, list[list[int]]] = {}
     """By grammar."""
     collapsed: Sequence[int] = ()
@@ -98,7 +98,20 @@ class ScriptedEngine(FakeEngine):
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[Generation]]:
         version = getattr(self, "speaks", self.policy_version)
-        return [[self._scripted(request, seed, version) for seed in request.seeds] for request in requests]
+        return [
+            [self._watched(request, seed, self._scripted(request, seed, version)) for seed in request.seeds]
+            for request in requests
+        ]
+
+    @staticmethod
+    def _watched(request: GenerationRequest, seed: int, said: Generation) -> Generation:
+        """The response up to where its monitor ends it; one that ends by itself is not shown to it."""
+        for length in range(1, len(said.response_ids)):
+            ids, watch = said.response_ids[:length], request.watch
+            if watch is not None and length % watch.every == 0 and watch.monitor.check([(seed, ids)])[0]:
+                logprobs = said.rollout_logprobs[:length]
+                return Generation(response_ids=ids, rollout_logprobs=logprobs, finish_reason="flagged")
+        return said
 
     def _scripted(self, request: GenerationRequest, seed: int, version: int) -> Generation:
         own = request.sampling
@@ -424,7 +437,8 @@ class Product:
         self.trainer.add_guard(self.guard)
         self.scorer = HoldingScorer(self.trainer.scorer, delay_of(case))
         self.trainer.scorer = self.scorer  # type: ignore[assignment]
-        self.trainer.critic.build(actor, [t.name for t in settings.trained if t.type == "ppo"])
+        if not self.is_resumed:  # else the run builds it, for the vocabulary of its checkpoint
+            self.trainer.critic.build(actor, [t.name for t in settings.trained if t.type == "ppo"])
         self.trainer.insert_stage(
             Stage("watch", self._watch, consumes=CreditedSample, produces=CreditedSample),
             after="advantages",
@@ -708,6 +722,7 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         ends = {"low": r.low, "high": r.high} if math.isfinite(r.low) else {}
         if r.is_of_world:
             own = {"range": [r.low, r.high]} if ends else {}
+            own |= {"config": {"key": r.key}} if r.key else {}
             rewards.append({"plugin": "environment", "name": r.name, "weight": r.weight} | own)
             continue
         config = _plugin(case, task, r.name, higher_is_better=r.higher_is_better, **ends)
@@ -720,6 +735,7 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
             "name": c.name,
             "mode": c.mode,
             "config": _plugin(case, task, c.name),
+            "stream_every": c.stream_every,
         }
         if c.mode == "penalty":
             spec["weight"] = c.weight
@@ -761,6 +777,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         given["environment"] = f"reference.scripted:{'Tools' if task.has_tools else 'Talk'}"
         origin = case.origin(task.name)
         given["environment_config"] = {"world": case.seed, "task": origin}
+        if origin in case.named:
+            given["environment_config"]["has_names"] = True
         if origin in case.limiting:
             given["environment_config"]["ends"] = case.limiting[origin]
         given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
@@ -919,11 +937,14 @@ class Words:
         ids = [world.VOCABULARY.index(c) for c in own.text]
         if said and not own.is_anew:  # the ends of lines, for which there is no token
             ids = [world.UNKNOWN, *ids, world.UNKNOWN]
+        reward = own.reward
+        if origin in self.case.named:
+            reward = world.by_name(reward, self.case.seed, origin, self.row(task, place[0]), seed, len(said))
         return Said(
             ids=ids,
             is_anew=own.is_anew,
             is_done=own.is_done,
-            reward=own.reward,
+            reward=reward,
             fails=own.fails,
             limits=own.limits,
         )
@@ -950,8 +971,12 @@ class Words:
 
     def earned(
         self, task: str, place: tuple[int, int, int], tried: int, made: Sequence[str]
-    ) -> float | str | None:
-        return world.earned(*self.world_of(task, place, tried), made)
+    ) -> float | Mapping[str, float] | str | None:
+        own = self.world_of(task, place, tried)
+        found = world.earned(*own, made)
+        if self.case.origin(task) in self.case.named and not isinstance(found, str):
+            return world.by_name(found, *own, len(made))
+        return found
 
     def world_of(self, task: str, place: tuple[int, int, int], tried: int) -> tuple[int, str, int, int]:
         episode = self.episode(task, place, tried)

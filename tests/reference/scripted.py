@@ -12,6 +12,7 @@ from reference.world import (
     Sample,
     Script,
     answer,
+    by_name,
     earned,
     look,
     part,
@@ -117,8 +118,16 @@ class Constraint(_Scripted):
 class Talk(World):
     """The world of an episode."""
 
-    def __init__(self, world: int, task: str, seed: int = 0, ends: list[str] | None = None):
+    def __init__(
+        self,
+        world: int,
+        task: str,
+        seed: int = 0,
+        ends: list[str] | None = None,
+        has_names: bool = False,
+    ):
         self.name, self.episode, self.turn, self.ends = (world, task), seed, 0, ends
+        self.has_names = has_names
 
     def reset(self, row):
         self.row = row["id"]
@@ -133,7 +142,10 @@ class Talk(World):
             numbers = usage["prompt_tokens"], usage["completion_tokens"]
             text = with_usage(text, message["finish_reason"], *numbers)
         said = self.hear(text)
-        own = {"done": said.is_done, "reward": said.reward} | limit(said.limits[0])
+        reward = said.reward
+        if self.has_names:
+            reward = by_name(reward, *self.name, self.row, self.episode, self.turn)
+        own = {"done": said.is_done, "reward": reward} | limit(said.limits[0])
         if said.is_done:
             return StepResult(**own)
         words = [{"role": "user", "content": said.text}]
@@ -151,8 +163,8 @@ class Talk(World):
 class Tools:
     """A world of tools."""
 
-    def __init__(self, world: int, task: str, seed: int = 0):
-        self.name, self.episode, self.made = (world, task), seed, []
+    def __init__(self, world: int, task: str, seed: int = 0, has_names: bool = False):
+        self.name, self.episode, self.made, self.has_names = (world, task), seed, [], has_names
 
     def reset(self, id, **row):
         self.place = (*self.name, id, self.episode)
@@ -179,7 +191,7 @@ class Tools:
         found = earned(*self.place, self.made)
         if found == FAILED:
             raise RuntimeError("scripted")
-        return found
+        return by_name(found, *self.place, len(self.made)) if self.has_names else found
 
 
 def failure(what):

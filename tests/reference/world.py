@@ -140,7 +140,7 @@ class Reply:
     text: str = ""
     is_anew: bool = False
     is_done: bool = False
-    reward: float | None = None
+    reward: float | dict[str, float] | None = None
     fails: bool = False
     limits: tuple[tuple[tuple[str, ...], int], ...] = (((), 0), ((), 0))
     """Of the next answer, texts that end it and its most tokens: of the reply, and of what begins anew."""
@@ -172,6 +172,14 @@ def _reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) 
     reward = rng.choice([None, 0.0, 0.25, 1.0])
     end = rng.random()
     return Reply(text=text, is_anew=end < 0.25, is_done=0.25 <= end < 0.5, reward=reward)
+
+
+def by_name(reward: float | None, *place: object) -> dict[str, float] | None:
+    """A reward as a world gives it that names its parts."""
+    if reward is None:
+        return None
+    names = stream("names", *place).choice([("right",), ("form",), ("right", "form")])
+    return dict.fromkeys(names, reward / len(names))
 
 
 def look(seed: int, task: str, row: int, episode: int, made: Sequence[str]) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .records import Answer, Attempt
-from .settings import FAILED, OVER, Settings, Task
+from .settings import FAILED, OVER, ConstraintRule, Settings, Task
 from .words import ended
 
 MOST_TRIES = 3
@@ -30,7 +30,7 @@ class Said:
     """Between the actor's answer and its next; with ``is_anew`` all that it reads before it."""
     is_anew: bool = False
     is_done: bool = False
-    reward: float | None = None
+    reward: float | Mapping[str, float] | None = None
     fails: bool = False
     limits: Sequence[tuple[Sequence[str], int]] = ()
     """Of the next answer: texts that end it beside those of the task, and its most tokens (0 = any)."""
@@ -98,21 +98,29 @@ class World(Protocol):
 
     def earned(
         self, task: str, place: tuple[int, int, int], tried: int, made: Sequence[str]
-    ) -> float | str | None:
+    ) -> float | Mapping[str, float] | str | None:
         """Return what a world of tools gives the episode; ``FAILED``: it raises."""
         ...
+
+
+def is_violated(rule: ConstraintRule, ids: Sequence[int], cost: object) -> bool:
+    """Whether a look at these tokens is due, and ends the response."""
+    is_due = rule.stream_every > 0 and len(ids) % rule.stream_every == 0
+    return is_due and isinstance(cost, float) and cost > 0.4
 
 
 def judge(task: Task, attempt: Attempt, asked: Asked) -> None:
     """Ask every constraint; above 0.4 it is violated. A failing judge makes the record a failed one.
 
     An episode has the verdict of its worst answer. One that exceeds the limits of the check is as bad as any.
+    A violation that ended the response counts, whatever the judge says of earlier answers.
     """
     for rule in task.constraints:
         place = attempt.draw, attempt.index, attempt.attempt
         said = [asked.value(task.name, rule.name, *place, answer.ids) for answer in attempt.answers]
         costs = [1.0 if x == OVER else float(x) for x in said if x is not None and x != FAILED]
-        if FAILED in said:
+        ends_it = attempt.finish == "flagged" and is_violated(rule, attempt.answers[-1].ids, said[-1])
+        if FAILED in said and not ends_it:
             attempt.verdicts[rule.name] = FAILED
             attempt.failed = attempt.lost = True
         else:
@@ -129,9 +137,12 @@ def score(task: Task, attempt: Attempt, asked: Asked) -> None:
         return
     place = attempt.draw, attempt.index, attempt.attempt
     for rule in task.rewards:
-        if rule.is_of_world:  # nothing is no reward, unless a limit cut the episode
-            cut = 0.0 if attempt.finish == "length" else None
-            attempt.values[rule.name] = cut if attempt.earned is None else attempt.earned
+        if rule.is_of_world:  # nothing is no reward, unless a limit or a constraint cut the episode
+            cut = 0.0 if attempt.finish in ("length", "flagged") else None
+            earned = attempt.earned_by.get(rule.key) if rule.key else attempt.earned
+            attempt.values[rule.name] = cut if earned is None else earned
+            if earned is not None:
+                attempt.parts |= {f"{rule.name}/{name}": x for name, x in attempt.earned_by.items()}
         else:
             value = asked.value(task.name, rule.name, *place, attempt.ids)
             part, name = asked.part(attempt, rule.name), "part"
@@ -188,7 +199,7 @@ def run_prompt(
     found = []
     for index in range(group_size or task.group_size):
         for number in range(most):
-            attempt = play(task, (draw, index, number), version, world, fit, list(control))
+            attempt = play(task, (draw, index, number), version, world, asked, fit, list(control))
             found.append(attempt)
             if number == 0 and engine_fails(task.name, draw, index):
                 attempt.lost = True
@@ -215,8 +226,26 @@ def given_answer(
     return Attempt(**own, answers=[answer], finish="stop", lost=lost, failed=lost)  # type: ignore[arg-type]
 
 
+def watched(task: Task, place: tuple[int, int, int], answer: Answer, asked: Asked, world: World) -> Answer:
+    """The answer up to the first look at which a constraint is violated; none is at its end."""
+    for length in range(1, len(answer.ids)):
+        ids = answer.ids[:length]
+        due = [c for c in task.constraints if c.stream_every and length % c.stream_every == 0]
+        said = [asked.value(task.name, rule.name, *place, ids) for rule in due]
+        if any(is_violated(rule, ids, cost) for rule, cost in zip(due, said, strict=True)):
+            cut = ended(replace(answer, ids=ids, logprobs=answer.logprobs[:length]), [], world.spell)
+            return replace(cut, finish="flagged")
+    return answer
+
+
 def play(
-    task: Task, place: tuple[int, int, int], version: int, world: World, fit: Fit, control: list[int]
+    task: Task,
+    place: tuple[int, int, int],
+    version: int,
+    world: World,
+    asked: Asked,
+    fit: Fit,
+    control: list[int],
 ) -> Attempt:
     """One response, or one episode: answers in turn with the world until it or a limit ends them.
 
@@ -230,12 +259,12 @@ def play(
     if not task.max_turns:
         prompt = [*control, *(fit(world.prompt(task.name, draw)) or [])]
         written = world.write(task.name, place, 0, version, prompt, task.max_new_tokens)
-        own.answers = [ended(written, task.stop, world.spell)]
+        own.answers = [watched(task, place, ended(written, task.stop, world.spell), asked, world)]
         own.finish = own.answers[0].finish
         return own
     for tried in range(MOST_TRIES):
         own.answers, own.earned, own.finish = [], None, "error"
-        own.made, own.facts = [], Counter()
+        own.made, own.facts, own.earned_by = [], Counter(), {}
         said = world.hear(task.name, place, tried, [])
         fitted = fit([*world.prompt(task.name, draw), *said.ids])
         if fitted is None and not said.fails:
@@ -244,29 +273,41 @@ def play(
         while not said.fails:
             room = task.most_tokens - len(own.ids)
             is_cut = bool(own.answers) and (len(own.answers) >= task.max_turns or room < 1)
-            if said.is_done or is_cut:
-                own.finish = own.answers[-1].finish if said.is_done else "length"
+            is_flagged = bool(own.answers) and own.answers[-1].finish == "flagged"
+            if said.is_done or is_cut or is_flagged:
+                own.finish = own.answers[-1].finish if said.is_done or is_flagged else "length"
                 if task.has_tools:
                     earned = world.earned(task.name, place, tried, own.made)
                     if isinstance(earned, str):
                         break
-                    own.earned = earned
+                    earn(own, earned)
                 return own
             most = min([task.max_new_tokens, room, *(own for _, own in said.limits if own)])
             stops = [*task.stop, *(text for own, _ in said.limits for text in own)]
             written = world.write(task.name, place, len(own.answers), version, context, most)
-            answer = ended(written, stops, world.spell)
+            answer = watched(task, place, ended(written, stops, world.spell), asked, world)
             answer.is_anew = said.is_anew
             own.answers.append(answer)
+            if answer.finish == "flagged":  # the world does not hear it
+                continue
             if task.has_tools:
                 said = use_tools(task, own, tried, world)
             else:
                 said = world.hear(task.name, place, tried, own.answers)
-            if said.reward is not None and not said.fails:
-                own.earned = (own.earned or 0.0) + said.reward
+            if not said.fails:
+                earn(own, said.reward)
             context = [*control, *said.ids] if said.is_anew else [*context, *answer.ids, *said.ids]
     own.lost, own.finish = True, "error"
     return own
+
+
+def earn(own: Attempt, reward: float | Mapping[str, float] | None) -> None:
+    """Add what the world gives: a number, or numbers by name, whose sum counts."""
+    if isinstance(reward, Mapping):
+        own.earned_by |= {name: own.earned_by.get(name, 0.0) + x for name, x in reward.items()}
+        reward = math.fsum(reward.values())
+    if reward is not None:
+        own.earned = (own.earned or 0.0) + reward
 
 
 def use_tools(task: Task, own: Attempt, tried: int, world: World) -> Said:

@@ -223,6 +223,10 @@ class ActingGuard(Guard):
         self.fresh = {key: own for key, own in self.fresh.items() if key in watched}
         self.rungs = {key: rung for key, rung in self.rungs.items() if key in watched}
 
+    def forget_all_but(self, trained: Sequence[str]) -> None:
+        """Forget steps of tasks that are not trained any more."""
+        self.history = [{name: x[name] for name in x if name in trained} for x in self.history]
+
     def begin_anew(self, key: str) -> None:
         super().begin_anew(key)
         self.fresh.pop(key, None)

@@ -39,7 +39,9 @@ class Attempt:
     finish: str
     version: int
     earned: float | None = None
-    """What the world of an episode gave."""
+    """What the world of an episode gave: the sum."""
+    earned_by: dict[str, float] = field(default_factory=dict)
+    """Its parts with names."""
     made: list[str] = field(default_factory=list)
     """Calls of tools that were made, those that raised included."""
     facts: Counter[str] = field(default_factory=Counter)

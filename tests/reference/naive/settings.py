@@ -82,6 +82,8 @@ class RewardRule:
     higher_is_better: bool = True
     is_of_world: bool = False
     """What the world of an episode gave."""
+    key: str = ""
+    """Name of what it takes of that; empty = the sum."""
     overrun: float | None = None
     """Value of a response that exceeds the limits of the check; None = the worst there is."""
 
@@ -109,6 +111,8 @@ class ConstraintRule:
     weight: float = 1.0
     limit: float = 0.1
     max_attempts: int = 4
+    stream_every: int = 0
+    """Tokens between two looks at a response that is being written; 0 = none."""
     multiplier: dict[str, Any] = field(default_factory=dict)
 
 

@@ -109,6 +109,7 @@ def describe(task: Task, attempts: Sequence[Attempt], refused: Refused) -> dict[
         rate("cost", alive, [overall_cost(counted, a) for a in alive])
         for c in task.constraints:
             rate(f"cost/{c.name}", alive, [a.cost(c.name) for a in alive])
+        rate("flagged_rate", alive, [float(a.finish == "flagged") for a in alive])
         rate("rejection_rate", alive, [float(a.refused) for a in alive])
         rate("violation_rate", first, [violates(a) for a in first])
         rate("served_violation_rate", ends, [violates(a) for a in ends])

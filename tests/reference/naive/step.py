@@ -393,6 +393,8 @@ class Run:
         }
         self.fit_state()
         self.guard.refit(*self.watched(), self.measured_by)
+        if isinstance(self.guard, ActingGuard):
+            self.guard.forget_all_but([task.name for task in self.settings.trained])
 
     def fit_state(self) -> None:
         """Fit what a checkpoint holds to the present tasks."""
@@ -788,8 +790,8 @@ class Run:
 
     def counted(self) -> list[Task]:
         """The tasks whose mean is the score."""
-        counted = [t for t in self.settings.tasks if t.has_rewards] or self.settings.tasks
-        return [t for t in counted if not t.is_reported]
+        read = [t for t in self.settings.tasks if not t.is_reported]
+        return [t for t in read if t.has_rewards] or read
 
     def save(self) -> None:
         """Keep a checkpoint, and of the others the newest, the best and two judged good.
