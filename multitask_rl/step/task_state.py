@@ -127,7 +127,14 @@ class TaskState:
     def measuring(self) -> str:
         """Hash of the settings and rows of evaluations, without those of ``definitions``."""
         spec, sampling = self.spec, sampling_hash(self.eval_sampling, ())
-        form = [spec.prompt, spec.system, spec.chat, spec.chat_template_kwargs, spec.tools_column, spec.answer]
+        form = [
+            spec.prompt,
+            spec.system,
+            spec.chat,
+            spec.chat_template_kwargs,
+            spec.tools_column,
+            spec.answer,
+        ]
         return fingerprint([*self.eval_rows, {"form": form, "sampling": sampling}])
 
     @property

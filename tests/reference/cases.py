@@ -43,7 +43,7 @@ ACTING = 0.04
 """Part of the cases whose guard acts."""
 RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
-CHANGED = 0.15
+CHANGED = 0.1
 """Part of the cases with tasks that come, go, come back or change at resumes."""
 STREAMED = 0.2
 """... some of whose constraints read responses while they are written."""
@@ -60,7 +60,7 @@ LONG = 0.2
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
-STREAM, CURRICULA, NEWER, NEWEST = 50, 2, 106, 1
+STREAM, CURRICULA, NEWER, NEWEST = 50, 2, 106, 2
 """Those of which the first sixty cases show every planted fault (``test_faults.py``)."""
 UNIT = ((0.0, 1.0), (0.0, 0.5, 1.0), (0.1, 0.35, 0.6, 0.9))
 

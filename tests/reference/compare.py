@@ -204,12 +204,12 @@ def _compare(case: Case, product: Product, count: Comparison) -> Iterator[str]:
             return
 
 
-def _reopen(product: Product, run: Run, step: int = 0) -> Iterator[str]:
+def _reopen(product: Product, run: Run, step: int | None = None) -> Iterator[str]:
     """End and begin anew; tasks may be others then, or get other names."""
     case = product.case
     product.end()
     run.reopen()
-    if step in case.changes:
+    if step is not None and step in case.changes:
         case.change(step)
         product.begin_anew()
         product.open()

@@ -1001,13 +1001,13 @@ def given_of(case: Case, product: Product) -> Given:
         return drawn[origin][draw]
 
     def order(task: str) -> list[int]:
-        found = list(range(case.num_rows[task]))
-        random_stream(case.seed, "data", task, 0).shuffle(found)
+        found = list(range(case.num_rows[case.origin(task)]))
+        random_stream(case.seed, "data", case.origin(task), 0).shuffle(found)
         return found
 
     def column(task: str) -> dict[int, float | str] | None:
         by = case.settings[task].curriculum.by  # type: ignore[union-attr]
-        numbers = range(case.num_rows[task])
+        numbers = range(case.num_rows[case.origin(task)])
         return None if by == "pass_rate" else {r["id"]: r[by] for r in rows(case, task, numbers)}
 
     def compared() -> dict[str, dict[str, float]]:

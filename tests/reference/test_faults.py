@@ -11,6 +11,7 @@ from multitask_rl.algorithms import group as group_statistics
 from multitask_rl.algorithms import grpo, policy_loss, ppo, reinforce_pp
 from multitask_rl.algorithms.constrained_decoding import ConstrainedDecoding
 from multitask_rl.constraints.multiplier import LagrangeMultiplier
+from multitask_rl.constraints.streaming import StreamJudge
 from multitask_rl.curriculum.mt_grpo import MTGRPO
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, UnlearnableGate
 from multitask_rl.curriculum.signal import TaskTrace
@@ -414,6 +415,43 @@ def results_of_a_test_are_read(patch):
     patch.setattr(Supervisor, "_deciding", lambda self, evaluations: dict(evaluations))
 
 
+def no_one_looks_at_what_is_being_written(patch):
+    patch.setattr(StreamJudge, "check", lambda self, partial: [False] * len(partial))
+
+
+def only_the_sum_of_named_rewards_counts(patch):
+    real = product._spec
+
+    def spec(*given):
+        found = real(*given)
+        for rule in found["rewards"]:
+            if rule["plugin"] == "environment":
+                rule.pop("config", None)
+        return found
+
+    patch.setattr(product, "_spec", spec)
+
+
+def new_tasks_are_not_measured_at_a_resume(patch):
+    real = RunState._load_tasks
+
+    def load(self, *given):
+        real(self, *given)
+        self.unmeasured = []
+
+    patch.setattr(RunState, "_load_tasks", load)
+
+
+def weights_of_a_resume_are_ignored(patch):
+    real, first = DynamicTaskWeightScheduler.bind, {}
+
+    def bind(self, *given, **named):
+        self.initial_weights = {n: first.setdefault(n, w) for n, w in self.initial_weights.items()}
+        return real(self, *given, **named)
+
+    patch.setattr(DynamicTaskWeightScheduler, "bind", bind)
+
+
 def evaluates(mode=None, steps=2):
     """Return whether a case has an evaluation, of a task with a constraint of that mode."""
     return lambda case: (
@@ -529,6 +567,12 @@ FAULTS = {
         evaluates()(case)
         and any(t.is_reported and t.weight and t.type != "sft" for t in case.settings.trained)
     ),
+    no_one_looks_at_what_is_being_written: lambda case: any(
+        c.stream_every for t in case.settings.tasks for c in t.constraints
+    ),
+    only_the_sum_of_named_rewards_counts: lambda case: bool(case.named),
+    new_tasks_are_not_measured_at_a_resume: lambda case: bool(case.changes),
+    weights_of_a_resume_are_ignored: lambda case: bool(case.changes),
     prompts_may_be_one_token_longer: lambda case: case.settings.max_prompt_tokens < 6,
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
