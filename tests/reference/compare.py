@@ -485,8 +485,7 @@ def _compare_records(what: str, found: Sequence[Scored], expected: Sequence[Atte
         yield from _compare_number(f"{what} {a.name} reward", s.reward, a.reward)
         for name, result in s.breakdown.items():
             yield from _compare_number(f"{what} {a.name} {name}", _value(result), _plain(a.values.get(name)))
-        is_lost = s.rollout.failure is not None and s.rollout.failure.source == "engine"
-        for name, verdict in s.rollout.verdicts.items() if not is_lost else ():
+        for name, verdict in s.rollout.verdicts.items():
             cost = verdict.cost if isinstance(verdict, Verdict) and verdict.applicable else None
             yield from _compare_number(f"{what} {a.name} cost {name}", cost, a.cost(name))
 

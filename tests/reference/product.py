@@ -483,7 +483,8 @@ class Product:
         return {t.name: own for t in self.case.settings.tasks if t.type == "distill"}
 
     def _lose(self, rollout: Rollout) -> Rollout:
-        if not _loses(self.case)(rollout.task, rollout.prompt.draw, rollout.sample):
+        is_lost = _loses(self.case)(rollout.task, rollout.prompt.draw, rollout.sample)
+        if not is_lost or rollout.finish_reason == "flagged":  # what a judge has read is there
             return rollout
         return replace(rollout, failure=Failure(kind=FailureKind.infra, message="lost", source="engine"))
 

@@ -201,7 +201,7 @@ def run_prompt(
         for number in range(most):
             attempt = play(task, (draw, index, number), version, world, asked, fit, list(control))
             found.append(attempt)
-            if number == 0 and engine_fails(task.name, draw, index):
+            if number == 0 and attempt.finish != "flagged" and engine_fails(task.name, draw, index):
                 attempt.lost = True
             if attempt.lost:
                 attempt.failed = True
