@@ -36,7 +36,7 @@ from multitask_rl.records import Prompt, Rollout, Scored
 from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
 from multitask_rl.run.plan import plan_run
-from multitask_rl.statistics.definitions import definitions
+from multitask_rl.statistics.definitions import definitions, measured
 from multitask_rl.step.flow import Stage
 from multitask_rl.step.metrics import has_spread
 from multitask_rl.step.task_state import draw_prompts
@@ -886,6 +886,19 @@ def test_evaluations_made_in_another_way_are_no_fall_of_the_weights(six_steps, c
     assert [(e["step"], e["kind"]) for e in said] == [(7, "redefined")]
     row = summarise_run(read_run(six_steps / "out"))["tasks"]["copy"]
     assert (row["steps"], row["left_out"]) == ([6, 12], list(range(6))), "measured anew at the resume"
+
+
+def test_the_kl_to_a_teacher_does_not_depend_on_the_temperature_of_evaluations(tmp_path):
+    """It is measured under the sampling of training: another temperature redefines nothing."""
+    write_run(tmp_path, "\ntasks:\n  copy: {type: distill, dataset: copy.jsonl, teacher: actor}\n")
+    first, second = (
+        Trainer.from_config(
+            run_config(tmp_path, f"out{t}", 1, eval=EvalConfig(num_prompts=6, temperature=t))
+        ).evaluate()["copy"]
+        for t in (1.0, 0.5)
+    )
+    assert list(first.values) == list(second.values)
+    assert measured(first) == measured(second)
 
 
 def test_two_ways_to_treat_rejected_responses_are_two_definitions(tmp_path):
