@@ -135,7 +135,7 @@ class TaskState:
             spec.tools_column,
             spec.answer,
         ]
-        return fingerprint([*self.eval_rows, {"form": form, "sampling": sampling}])
+        return fingerprint([{"rows": fingerprint(self.eval_rows), "form": form, "sampling": sampling}])
 
     @property
     def has_other_values(self) -> bool:
