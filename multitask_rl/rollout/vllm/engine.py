@@ -143,9 +143,8 @@ class VLLMEngine(RolloutEngine):
                 "rollout.engine=hf"
             )
         keys = dict(config.engine_config)
-        if (
-            rope.get("rope_type") == "longrope"
-        ):  # above this length vLLM takes the long factors for all lengths
+        if rope.get("rope_type") == "longrope":
+            # above this length vLLM takes the long factors for all lengths
             keys["max_model_len"] = keys.get("max_model_len") or actor.max_length
             if keys["max_model_len"] > actor.max_length:
                 raise ConfigError(

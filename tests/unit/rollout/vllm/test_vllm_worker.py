@@ -82,7 +82,7 @@ class _Refuses(VLLMEngine):
     last: Any = None
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self._loader: Any = SimpleNamespace(probe=lambda: [0.0])
+        self._loader: Any = SimpleNamespace(probe=lambda: [0.0], forget=lambda: None)
         _Refuses.last, self.is_closed = self, False
 
     def update_weights(self, weights: Any, policy_version: int) -> None:
