@@ -152,20 +152,17 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         _more(case)
         if random.Random(f"chosen{CURRICULA} {seed}").random() < 0.5:
             _chosen(case)
-    if with_more and random.Random(f"stops{NEWER} {seed}").random() < STOPPED:
-        _stops(case)
-    if with_more and random.Random(f"long{NEWER} {seed}").random() < LONG:
-        _long(case)
-    if with_more and random.Random(f"untrained{NEWER} {seed}").random() < UNTRAINED:
-        _untrained(case)
-    if with_more and random.Random(f"over{NEWER} {seed}").random() < OVERRUN:
-        _overrun(case)
-    if with_more and random.Random(f"tools{NEWER} {seed}").random() < TOOLS:
-        _tools(case)
-    if with_more and random.Random(f"streamed{NEWEST} {seed}").random() < STREAMED:
-        _streamed(case)
-    if with_more and random.Random(f"named{NEWEST} {seed}").random() < NAMED:
-        _named(case)
+    for name, share, add in (
+        (f"stops{NEWER}", STOPPED, _stops),
+        (f"long{NEWER}", LONG, _long),
+        (f"untrained{NEWER}", UNTRAINED, _untrained),
+        (f"over{NEWER}", OVERRUN, _overrun),
+        (f"tools{NEWER}", TOOLS, _tools),
+        (f"streamed{NEWEST}", STREAMED, _streamed),
+        (f"named{NEWEST}", NAMED, _named),
+    ):
+        if with_more and random.Random(f"{name} {seed}").random() < share:
+            add(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
     if with_more and random.Random(f"changes{NEWEST} {seed}").random() < CHANGED:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from multitask_rl.errors import ConfigError, EngineError, MultitaskRLError, require_extra
 from multitask_rl.models.grammar import Grammars
-from multitask_rl.models.weights import as_saved, like_of
+from multitask_rl.models.weights import SavedWeights, as_saved, like_of
 from multitask_rl.plugins import build_config
 from multitask_rl.records import FLAGGED, SamplingParams
 from multitask_rl.rollout.base import Ended, Generation, GenerationRequest, RolloutEngine, Watch, look
@@ -325,7 +325,7 @@ class VLLMEngine(RolloutEngine):
         if not weights:
             raise EngineError("no weights: vLLM has a copy of its own, which needs those of the actor")
         if self._model is not None:
-            weights = as_saved(self._model, weights)
+            weights = SavedWeights(self._model, weights)
         for name, tensor in like_of(weights).items():
             if self._shapes.get(name, tensor.shape) != tensor.shape:
                 raise EngineError(

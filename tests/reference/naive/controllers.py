@@ -240,9 +240,9 @@ class Scheduler:
         """Means over the other tasks, comparison by comparison."""
 
     def refit(self, ranks: Mapping[str, int]) -> Scheduler:
-        """The same for the tasks and weights of now: what was learnt is a factor on the weights.
+        """Return a scheduler for the present tasks and weights.
 
-        New tasks begin afresh.
+        It keeps what this one learnt of tasks that stay, as factors on their weights. New tasks begin afresh.
         """
         new = Scheduler(self.settings, ranks)
         kept = [name for name in new.prior if name in self.prior]
