@@ -35,12 +35,13 @@ class ToolCall:
 def read_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text before the first call, and the calls in order; calls in a ``<think>`` block are none.
 
-    A block that has no ``<think>`` begins with the text, one that has no ``</think>`` ends with it.
+    A block without ``<think>`` begins where the text begins, one without ``</think>`` ends where it ends.
 
     A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, Hermes, SmolLM),
     ``<function=name>`` with ``<parameter=name>`` (Qwen Coder), a list or ``name[ARGS]{...}`` behind
-    ``[TOOL_CALLS]`` (Mistral), or the whole text is one of ``{"name": ..., "parameters": {...}}`` (Llama 3),
-    several of them, or a list or ``name{...}`` (Mistral, whose mark is a special token).
+    ``[TOOL_CALLS]`` (Mistral). Without such marks the text behind thoughts may begin with calls:
+    ``{"name": ..., "parameters": {...}}`` (Llama 3), several of them, or a list; or it is ``name{...}``
+    (Mistral, whose mark is a special token).
     """
     shown = _THOUGHT.sub(lambda found: found[0] if found["call"] else " " * len(found[0]), text)
     first, mark = min(

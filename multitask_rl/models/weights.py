@@ -74,9 +74,9 @@ def cut_buckets(
 
 
 class SavedWeights(WeightStream):
-    """``weights`` of ``model`` under the names, and in the parts, that ``save_pretrained`` writes.
+    """``weights`` with the names and shapes that ``save_pretrained`` of ``model`` writes.
 
-    ``transformers`` keeps all experts of a layer in one tensor; in files each expert has tensors of its own.
+    Files hold some tensors of ``transformers`` in parts (experts) and others joined (attention of HRM).
     """
 
     def __init__(self, model: Any, weights: Mapping[str, Tensor]) -> None:
@@ -86,7 +86,7 @@ class SavedWeights(WeightStream):
         like: dict[str, Tensor] = {}
         sources: dict[str, list[str]] = {}
         buckets = []
-        # some neighbours are joined (query, key and value of HRM)
+        # no bucket ends between neighbours that are joined
         for names in cut_buckets(given, keep_blocks=True):
             written = revert_weight_conversion(model, {name: given[name].to("meta") for name in names})
             buckets.append(list(written))
@@ -102,7 +102,7 @@ class SavedWeights(WeightStream):
 
 
 def as_saved(model: Any, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return ``SavedWeights``, or ``weights`` themselves where they have the same names and shapes."""
+    """Return ``weights`` if ``save_pretrained`` keeps their names and shapes, else ``SavedWeights``."""
     saved = SavedWeights(model, weights)
     given = {name: tensor.shape for name, tensor in like_of(weights).items()}
     return weights if given == {name: tensor.shape for name, tensor in saved.like.items()} else saved

@@ -119,13 +119,16 @@ class TaskState:
 
     @property
     def eval_sampling(self) -> SamplingParams:
-        """Sampling of evaluations; without rewards, the one under which the task's tokens are measured."""
+        """Sampling of evaluations: at the task's own temperature or ``eval.temperature``.
+
+        A task that nothing scores has the sampling of training.
+        """
         scored = self.spec.is_scored
         return self.spec.evaluated_at(self.sampling, self.eval_temperature) if scored else self.sampling
 
     @property
     def measuring(self) -> str:
-        """Hash of the settings and rows of evaluations, without those of ``definitions``."""
+        """Hash of the held-out rows, the form of their prompts and the sampling of evaluations."""
         spec, sampling = self.spec, sampling_hash(self.eval_sampling, ())
         form = [
             spec.prompt,
@@ -139,7 +142,10 @@ class TaskState:
 
     @property
     def has_other_values(self) -> bool:
-        """Whether the restored checkpoint measures the primary metric in another way."""
+        """Whether the restored checkpoint has another ``measuring``, or defines the primary metric otherwise.
+
+        False if it does not say.
+        """
         return self.is_redefined("") or are_different(self.measuring, self.former_measuring)
 
     def state_dict(self) -> dict[str, Any]:

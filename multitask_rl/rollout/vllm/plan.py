@@ -67,10 +67,10 @@ class WeightPlan:
 
 
 def reload(worker: Any, weights: Mapping[str, Tensor]) -> None:
-    """Load ``weights`` in ``worker`` as vLLM does, and pack again what its CPU build does not.
+    """Load ``weights`` in ``worker`` as vLLM does; then pack output heads and, on a CPU, experts.
 
     A head tied to the embedding is not in the weights: vLLM's reload writes through the shared tensor, but
-    not into the packed copy that the CPU build decodes with. It packs experts at the first load only.
+    not into the packed copy that the CPU build decodes with. vLLM packs experts at their first load only.
     """
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
     from vllm.platforms import current_platform

@@ -38,7 +38,7 @@ class WeightLoader:
         """Updates use copies alone."""
 
     def forget(self) -> None:
-        """Make every weight NaN that the next ``load`` does not bring."""
+        """Set the engine's weights to NaN; those that the next ``load`` does not bring stay NaN."""
         self._llm.collective_rpc("forget_weights")
 
     def load(self, weights: Mapping[str, Tensor]) -> None:

@@ -55,10 +55,10 @@ class WeightReceiver:
             path.unlink(missing_ok=True)  # all ranks have mapped it
 
     def separate_classes(self) -> None:
-        """Give vLLM's model classes of its own, and those of ``transformers`` back to the trainer.
+        """Move what vLLM changed in a class of ``transformers`` into a subclass that vLLM alone uses.
 
-        A model that vLLM has no code for (GPT-NeoX, OLMo 2) is computed by that of ``transformers``. vLLM
-        changes its class for ``torch.compile``: other models of this class could not be built or computed.
+        vLLM computes a model that it has no code for (GPT-NeoX, OLMo 2) with that of ``transformers``. It
+        changes the class for ``torch.compile``: the trainer could not build or compute a model of this class.
         """
         from transformers import PreTrainedModel
 
@@ -77,7 +77,10 @@ class WeightReceiver:
 
     @torch.no_grad()
     def forget_weights(self) -> None:
-        """Set all parameters to NaN; those that an update does not bring make log-probabilities NaN."""
+        """Set floating-point parameters to NaN: log-probabilities tell if an update does not bring one.
+
+        Parameters of one byte, buffers and what the CPU build has packed stay.
+        """
         for parameter in self.model_runner.get_model().parameters():  # type: ignore[attr-defined]
             if parameter.is_floating_point() and parameter.element_size() > 1:
                 parameter.fill_(math.nan)
