@@ -12,12 +12,14 @@ from pathlib import Path
 
 from multitask_rl.boundary.printable import printable
 from multitask_rl.config.tasks_file import load_tasks
-from multitask_rl.convert.conversion import EXPERIMENT, Conversion
-from multitask_rl.convert.openrlhf import convert_openrlhf
-from multitask_rl.convert.roll import convert_roll
-from multitask_rl.convert.trl import convert_trl
-from multitask_rl.convert.verl import convert_verl
+from multitask_rl.convert.conversion import EXPERIMENT, convert
+from multitask_rl.convert.openrlhf import OPENRLHF
+from multitask_rl.convert.roll import ROLL
+from multitask_rl.convert.trl import TRL
+from multitask_rl.convert.verl import VERL
 from multitask_rl.errors import ConfigError
+
+SOURCES = {"trl": TRL, "verl": VERL, "roll": ROLL, "openrlhf": OPENRLHF}
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +29,7 @@ def main(arguments: list[str]) -> int:
         "file",
         help="script or YAML of TRL; YAML or shell script of verl; YAML of ROLL; shell script of OpenRLHF",
     )
-    parser.add_argument("--from", dest="source", required=True, choices=["trl", "verl", "roll", "openrlhf"])
+    parser.add_argument("--from", dest="source", required=True, choices=SOURCES)
     parser.add_argument(
         "--out", default="converted", metavar="DIR", help="folder to write (default: converted)"
     )
@@ -36,17 +38,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rows", type=int, metavar="N", help="rows of a data set that is not a local file")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="devices of a launch of TRL")
     options = parser.parse_args(arguments)
-    file, out = Path(options.file), Path(options.out)
-    given = {"dataset": options.dataset, "reward": options.reward, "num_rows": options.rows}
-    done: Conversion
-    if options.source == "trl":
-        done = convert_trl(file, processes=options.processes, **given)
-    elif options.source == "verl":
-        done = convert_verl(file, **given)
-    elif options.source == "roll":
-        done = convert_roll(file, **given)
-    else:
-        done = convert_openrlhf(file, **given)
+    out = Path(options.out)
+    done = convert(
+        SOURCES[options.source],
+        Path(options.file),
+        dataset=options.dataset,
+        reward=options.reward,
+        num_rows=options.rows,
+        processes=options.processes,
+    )
     if (out / "tasks.yaml").exists():
         raise ConfigError(f"{out / 'tasks.yaml'} exists already; name another folder with --out DIR")
     paths = done.write(out)

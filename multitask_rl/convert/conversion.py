@@ -1,26 +1,31 @@
-"""What every conversion has: the options given, the keys written, and a list of what was not taken over.
+"""One conversion: the options of a source become our keys, or are listed with the reason why not.
+
+A source (``trl.py``, ``verl.py``, ``roll.py``, ``openrlhf.py``) ends with its ``Source``: how files are read,
+its defaults, its table, and reasons for options without a counterpart. ``convert`` works through the table
+from top to bottom. A ``Row`` writes one key from one option; a function writes what needs more than one.
 
 An option is taken over if the written number means the same. Where no number does, the nearest is written
 with a note, or the option is left out with a reason. Options that are not given count with the source's
-defaults, since those are not ours.
+defaults, since those are not ours. Texts that several sources use, or that depend on values: ``messages.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from multitask_rl.config.checks import is_file
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import RunConfig, dotted
 from multitask_rl.config.schema.build import build_dataclass
-from multitask_rl.config.schema.located_yaml import Where
+from multitask_rl.config.schema.located_yaml import Where, parse_yaml
+from multitask_rl.convert import messages as say
 from multitask_rl.data.readers import read_file
 from multitask_rl.errors import ConfigError, DataError
 from multitask_rl.plugins import list_plugins
@@ -29,46 +34,98 @@ EXPERIMENT = "converted"
 """``+experiment=converted`` names the written configuration of the run."""
 
 
+@dataclass(kw_only=True)
+class Rows:
+    """A data set that a script loads; "" where it is not found."""
+
+    dataset: str = ""
+    split: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Keywords of ``load_dataset`` that choose its rows."""
+    calls: list[str] = field(default_factory=list)
+    """Methods that change the rows after loading."""
+
+
+@dataclass(kw_only=True)
+class Reading:
+    """What the file of a source gives; all but the first three is found for TRL only."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    computed: dict[str, str] = field(default_factory=dict)
+    """Option -> code that computes it, which is not run."""
+    told: dict[str, str] = field(default_factory=dict)
+    """Name of something that may not be what it seems -> what is told of it."""
+    model: str = ""
+    rows: Rows = field(default_factory=Rows)
+    eval_rows: Rows = field(default_factory=Rows)
+    rewards: list[str] = field(default_factory=list)
+    """References of the plugins, or ``model:<id>`` for a reward model."""
+    rewards_file: str = ""
+    """Text of a module that holds the rewards that the script defines, with what they need of it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table: our ``key`` has the value of ``option``, as a ``kind`` if one is given."""
+
+    key: str
+    option: str
+    kind: Callable[[Any], Any] | None = None
+    differs: str = ""
+    if_set: bool = False
+    """Whether an empty value, 0 or false is not written."""
+
+    def __call__(self, c: Conversion) -> None:
+        """Write the key."""
+        if c.get(self.option) or not self.if_set:
+            c.carry(self.key, self.option, self.kind, differs=self.differs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A library whose configurations are converted."""
+
+    name: str
+    """Its name and version; the first word stands for ``{there}`` in messages."""
+    read: Callable[[Path], Reading]
+    defaults: str
+    """YAML of the options that are read: their defaults in the source."""
+    table: Sequence[Callable[[Conversion], None]]
+    reasons: str
+    """Lines ``pattern: why not``; an indented line continues the one above."""
+
+
+@dataclass(kw_only=True)
 class Conversion:
-    """Options of one source on their way to our keys.
+    """Options of one source on their way to our keys; the first arguments are those of ``convert``."""
 
-    Args:
-        source: name and version of the library.
-        given: option -> value, as the user wrote it.
-        defaults: option -> the source's default, of options that are read.
-        reasons: pattern of options without a counterpart -> why.
-        computed: option -> code that computes it, which is not run.
-    """
+    source: Source
+    file: Path
+    dataset: str
+    reward: str
+    num_rows: int | None
+    processes: int
+    found: Reading = field(init=False)
+    given: dict[str, Any] = field(init=False)
+    """Option -> value, as the user wrote it."""
+    defaults: dict[str, Any] = field(init=False)
+    run: dict[str, Any] = field(default_factory=dict)
+    """Dotted key of the run's configuration -> value."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """Dotted key that every task has -> value."""
+    tasks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Task -> its own keys."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Further files to write: name -> text."""
+    taken: list[tuple[str, str, str]] = field(default_factory=list)
+    """Options, our key, and what differs ("" = nothing)."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Option -> why it was not taken over."""
+    _read: set[str] = field(default_factory=set)
 
-    def __init__(
-        self,
-        source: str,
-        given: Mapping[str, Any],
-        defaults: Mapping[str, Any],
-        reasons: Mapping[str, str],
-        *,
-        computed: Mapping[str, str],
-        num_rows: int | None,
-    ) -> None:
-        self.source = source
-        self.given = dict(given)
-        self._defaults = defaults
-        self._reasons = reasons
-        self._computed = computed
-        self._num_rows = num_rows
-        self.run: dict[str, Any] = {}
-        """Dotted key of the run's configuration -> value."""
-        self.task: dict[str, Any] = {}
-        """Dotted key that every task has -> value."""
-        self.tasks: dict[str, dict[str, Any]] = {}
-        """Task -> its own keys."""
-        self.files: dict[str, str] = {}
-        """Further files to write: name -> text."""
-        self.taken: list[tuple[str, str, str]] = []
-        """Options, our key, and what differs ("" = nothing)."""
-        self.left: dict[str, str] = {}
-        """Option -> why it was not taken over."""
-        self._read: set[str] = set()
+    def __post_init__(self) -> None:
+        self.found = self.source.read(self.file)
+        self.given, self.defaults = dict(self.found.options), flat(self.source.defaults)
 
     def get(self, option: str) -> Any:
         """Return the option's value: as given, else the source's default. The option counts as read.
@@ -77,7 +134,7 @@ class Conversion:
             ConfigError: the default is a number, true or false, and the value is none, not even as a text.
         """
         self._read.add(option)
-        value, default = self.given.get(option), self._defaults.get(option)
+        value, default = self.given.get(option), self.defaults.get(option)
         if value is None or not isinstance(default, (bool, int, float)):
             return default if value is None else value
         with contextlib.suppress(ValueError, TypeError, KeyError):
@@ -89,16 +146,15 @@ class Conversion:
         wanted = "true or false" if isinstance(default, bool) else "a number"
         raise ConfigError(f"{option}: expected {wanted}, got {value!r}")
 
-    def put(self, key: str, value: Any, *options: str, differs: str = "") -> None:
-        """Write ``key`` of the run, or of every task if it begins with ``task.``.
+    def put(self, key: str, value: Any, *options: str, differs: str = "", **values: Any) -> None:
+        """Write a key of the run, of every task (``task.``) or of every task's algorithm (``algorithm.``).
 
-        ``options`` are those that the value comes from; ``differs`` says what is not the same.
+        ``options`` are those that the value comes from; ``differs`` and ``values`` are those of ``note``.
         """
-        if key.startswith("task."):
-            self.task[key.removeprefix("task.")] = value
-        else:
-            self.run[key] = value
-        self.note(f"{key} = {value}", *options, differs=differs)
+        key = re.sub(r"^algorithm\.", "task.algorithm_config.", key)
+        where = self.task if key.startswith("task.") else self.run
+        where[key.removeprefix("task.")] = value
+        self.note(f"{key} = {value}", *options, differs=differs, **values)
 
     def carry(
         self, key: str, option: str, kind: Callable[[Any], Any] | None = None, *, differs: str = ""
@@ -107,81 +163,116 @@ class Conversion:
         value = self.get(option)
         self.put(key, value if kind is None else kind(value), option, differs=differs)
 
-    def carry_if_set(self, key: str, option: str) -> None:
-        """Write ``key`` with the value of ``option``, unless it is empty, 0 or false."""
-        if self.get(option):
-            self.carry(key, option)
+    def put_if_set(self, key: str, *options: str) -> None:
+        """Write ``key`` with the first value among ``options`` that is not empty, 0 or false."""
+        if value := next(filter(None, map(self.get, options)), None):
+            self.put(key, value, *options)
 
-    def put_engine(
-        self, engine: str, option: str, prefix: str, parallel: str = "tensor_parallel_size"
-    ) -> None:
-        """Write the engine that ``option`` names: vllm with its options ``<prefix>...``, else hf."""
-        if engine != "vllm":
-            self.leave(option, f"{engine!r}: the engines are hf and vllm; hf is written")
-            self.put("rollout.engine", "hf")
-            return
-        self.put("rollout.engine", "vllm", option)
-        memory = "gpu_memory_utilization"
-        for key, name in ((memory, memory), ("tensor_parallel_size", parallel)):
-            if self.get(f"{prefix}{name}") is not None:
-                self.carry(f"rollout.engine_config.{key}", f"{prefix}{name}")
-
-    def note(self, key: str, *options: str, differs: str = "") -> None:
-        """Say that ``options`` became ``key``."""
+    def note(self, key: str, *options: str, differs: str = "", exact: bool = False, **values: Any) -> None:
+        """Say that ``options`` became ``key``; ``differs`` (unless ``exact``) says what is not the same."""
         self._read.update(options)
-        given = [o for o in options if o in self.given]
+        given, differs = [o for o in options if o in self.given], "" if exact else differs
         if given or differs:
-            self.taken.append((", ".join(given or options), key, differs))
+            self.taken.append((", ".join(given or options), key, self._text(differs, values)))
 
-    def leave(self, option: str, reason: str) -> None:
+    def leave(self, option: str, reason: str, /, **values: Any) -> None:
         """Say why a given option is not taken over."""
         self._read.add(option)
         if option in self.given:
-            self.left[option] = reason
+            self.left[option] = self._text(reason, values)
+
+    def _text(self, message: str, values: Mapping[str, Any]) -> str:
+        return message.format(there=re.split(r"\W", self.source.name)[0], **values) if message else ""
 
     def need(
-        self, value: str | Sequence[str] | None, what: str, instead: str, file: str, *options: str
+        self, value: str | Sequence[Any] | None, what: str, *options: str, instead: str = "--reward"
     ) -> None:
         """Refuse a conversion that lacks a data set or a reward: no tasks file would be valid.
 
         The option ``instead`` of ``convert`` names one; ``options`` of the source would have named it.
         """
         if not value:
-            found = {o: f"is computed: {self._computed[o]}" for o in options if o in self._computed}
+            computed = self.found.computed
+            found = {o: f"is computed: {computed[o]}" for o in options if o in computed}
             found |= {o: f"is {self.given[o]!r}" for o in options if o in self.given}
             said = "".join(f" ({option} {text})" for option, text in found.items())
-            raise ConfigError(f"{file}: no {what} was found in it{said}; name it with {instead}")
+            raise ConfigError(f"{self.file}: no {what} was found in it{said}; name it with {instead}")
 
     def finish(self) -> None:
         """Find a reason for each option that nothing has read."""
-        for option, text in self._computed.items():
+        self.put("guard.enabled", False)  # no source has one
+        for option, text in self.found.computed.items():
             self.left[option] = f"the script computes it ({text}); write a constant, or set our key"
+        lines = re.sub(r"\n +", " ", self.source.reasons.strip()).splitlines()
+        reasons = [(pattern.replace(" ", ""), why) for pattern, _, why in (x.partition(": ") for x in lines)]
         for option in self.given:
             if option not in self._read:
-                found = (why for pattern, why in self._reasons.items() if re.fullmatch(pattern, option))
-                self.left[option] = next(found, f"not known here as an option of {self.source}")
+                found = (why for pattern, why in reasons if re.fullmatch(pattern, option))
+                self.left[option] = next(found, f"not known here as an option of {self.source.name}")
         noted = {option for options, _, _ in self.taken for option in options.split(", ")}
         for option in self.given:
             if option in self._read and option not in noted and option not in self.left:
                 self.taken.append((option, "(nothing to write)", ""))
         if len(self.tasks) > 1:
             self.put("scheduler.policy", "static")  # the source draws all rows alike, all through the run
+        self.left |= self.found.told
+
+    # keys that the sources write alike
+
+    def put_critic(self, gamma: str, lam: str, clip: str, rate: str, *paths: str) -> None:
+        """Write what type ppo has besides the clipped loss."""
+        self.carry("algorithm.gamma", gamma, float)
+        self.carry("algorithm.gae_lambda", lam, float)
+        self.put("algorithm.value_clip", float(self.get(clip) or 0.0), clip, differs=say.SCALED_VALUES)
+        self.put("critic.trunk", "separate")
+        self.carry("critic.learning_rate", rate, float)
+        self.put_if_set("critic.name_or_path", *paths)
+
+    def put_engine(
+        self, engine: str, option: str, prefix: str, parallel: str = "tensor_parallel_size"
+    ) -> None:
+        """Write the engine that ``option`` names: vllm with its options ``<prefix>...``, else hf."""
+        if engine != "vllm":
+            self.leave(option, say.ENGINE, engine=engine)
+            self.put("rollout.engine", "hf")
+            return
+        self.put("rollout.engine", "vllm", option)
+        memory = "gpu_memory_utilization"
+        for key, name in ((memory, memory), ("tensor_parallel_size", parallel)):
+            if (value := self.get(f"{prefix}{name}")) is not None:
+                self.put(f"rollout.engine_config.{key}", value, f"{prefix}{name}")
+
+    def put_steps(self, steps: int | None, *options: str) -> None:
+        """Write ``max_steps`` from options that count passes or steps, or say that rows are not known."""
+        if steps is None:
+            self._read.update(options)
+            self.left[options[0]] = say.PASSES.format(default=RunConfig().max_steps)
+        else:
+            self.put("max_steps", max(1, steps), *options)
+
+    def put_trackers(self, option: str) -> None:
+        """Take over those trackers that are installed under the same name."""
+        names = self.get(option)
+        wanted = [names] if isinstance(names, str) else list(names or [])
+        installed = {info.name for info in list_plugins("multitask_rl.trackers")}
+        kept = [name for name in wanted if name in installed and name not in ("console", "jsonl")]
+        missing = ", ".join(sorted({*wanted} - installed - {"none", "all"})) if option in self.given else ""
+        told = say.NO_TRACKER if missing else ""
+        self.put("tracking.trackers", ["console", "jsonl", *kept], option, differs=told, names=missing)
+
+    # rows of local files
 
     def rows_of(self, datasets: Iterable[str]) -> int | None:
         """Return how many rows the data sets have: as given by the user, else counted in files."""
-        return self.count_rows(datasets) if self._num_rows is None else self._num_rows
+        return self.count_rows(datasets) if self.num_rows is None else self.num_rows
 
     def count_rows(self, datasets: Iterable[str]) -> int | None:
         """Return how many rows the files have together; None if one is no file that can be read."""
-        total = 0
-        for dataset in datasets:
-            if not is_file(Path(dataset)):
-                return None
-            try:
-                total += len(read_file(dataset))
-            except DataError:
-                return None
-        return total or None
+        paths = [Path(one) for one in datasets]
+        try:
+            return sum(len(read_file(path)) for path in paths) if all(map(is_file, paths)) else None
+        except DataError:
+            return None
 
     def count_values(self, dataset: str, column: str) -> Counter[str]:
         """Count the rows of a file by a column's text; none if a row lacks it, or the file cannot be read."""
@@ -200,24 +291,7 @@ class Conversion:
         counts = [self.count_rows([one]) for one in datasets]
         return [float(count) for count in counts if count] if all(counts) else None
 
-    def put_steps(self, steps: int | None, *options: str) -> None:
-        """Write ``max_steps`` from options that count passes or steps, or say that rows are not known."""
-        if steps is None:
-            told = "counts passes over rows whose number is not known here: give --rows N, or set max_steps"
-            self._read.update(options)
-            self.left[options[0]] = f"{told} (the default, {RunConfig().max_steps}, holds until then)"
-        else:
-            self.put("max_steps", max(1, steps), *options)
-
-    def put_trackers(self, option: str) -> None:
-        """Take over those trackers that are installed under the same name."""
-        names = self.get(option)
-        wanted = [names] if isinstance(names, str) else list(names or [])
-        installed = {info.name for info in list_plugins("multitask_rl.trackers")}
-        kept = [name for name in wanted if name in installed and name not in ("console", "jsonl")]
-        missing = sorted({*wanted} - installed - {"none", "all"}) if option in self.given else []
-        told = f"no tracker of the name {', '.join(missing)} is installed" if missing else ""
-        self.put("tracking.trackers", ["console", "jsonl", *kept], option, differs=told)
+    # results
 
     def configuration(self, tasks_file: str) -> dict[str, Any]:
         """Return the run's configuration as nested mappings.
@@ -232,7 +306,7 @@ class Conversion:
     def write(self, folder: Path) -> list[Path]:
         """Write tasks, configuration, further files and the report below ``folder``; return their paths."""
         tasks = {name: _nested({**own, **self.task}) for name, own in self.tasks.items()}
-        head = f"# written by `multitask-rl convert` from {self.source}; report.txt lists the options\n"
+        head = f"# written by `multitask-rl convert` from {self.source.name}; report.txt lists the options\n"
         run = self.configuration(str(folder / "tasks.yaml"))
         texts = {
             "tasks.yaml": head + _dump({"tasks": tasks}),
@@ -240,30 +314,59 @@ class Conversion:
             **self.files,
             "report.txt": "\n".join(self.report()) + "\n",
         }
-        written = []
         for name, text in texts.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-            written.append(path)
-        return written
+        return [folder / name for name in texts]
 
     def report(self) -> list[str]:
         """Return the lines that say what became of every option."""
-        lines = [f"Options of {self.source}", "", "Taken over, with the same meaning:"]
+        name = self.source.name
+        lines = [f"Options of {name}", "", "Taken over, with the same meaning:"]
         lines += [f"  {options} -> {key}" for options, key, differs in self.taken if not differs]
         lines += ["", "Taken over, but not the same:"]
         lines += [f"  {o} -> {key}: {differs}" for o, key, differs in self.taken if differs] or ["  (none)"]
-        lines += ["", f"Other values that are written are defaults of {self.source}.", "", "Not taken over:"]
+        lines += ["", f"Other values that are written are defaults of {name}.", "", "Not taken over:"]
         lines += [f"  {option}: {reason}" for option, reason in self.left.items()] or ["  (none)"]
         return lines
 
 
-def ratio_or_steps(value: float, total: int | None) -> int | None:
-    """Return a number of steps that is given as such, or below 1 as a share of ``total``; None = unknown."""
-    if value >= 1 or value == 0:
-        return int(value)
-    return None if total is None else math.ceil(value * total)
+def convert(
+    source: Source,
+    file: Path,
+    *,
+    dataset: str = "",
+    reward: str = "",
+    num_rows: int | None = None,
+    processes: int = 1,
+) -> Conversion:
+    """Convert a file of ``source``: a script, or a file of options.
+
+    ``dataset`` and ``reward`` (a reference of a plugin) stand in place of those that are found; ``num_rows``
+    is the size of a data set that cannot be counted. TRL counts batches per device: a launch has several
+    ``processes``.
+
+    Raises:
+        ConfigError: the file cannot be read, names no data set or reward, or has a value of another kind.
+    """
+    c = Conversion(
+        source=source, file=file, dataset=dataset, reward=reward, num_rows=num_rows, processes=processes
+    )
+    for step in source.table:
+        step(c)
+    c.finish()
+    return c
+
+
+def flat(text: str) -> dict[str, Any]:
+    """Return the values of a YAML text by dotted keys."""
+    return dict(dotted(parse_yaml(text, "a table of options")[0]))
+
+
+def at_least_0(value: float) -> float:
+    """Return a number of steps, 0 for -1 (never)."""
+    return max(0, value)
 
 
 def task_name(dataset: str, taken: Iterable[str] = ()) -> str:

@@ -6,11 +6,12 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.boundary.python_source import parse_python
+from multitask_rl.convert.conversion import Reading, Rows
 from multitask_rl.errors import ConfigError, path_errors
 
 _READERS = ("json", "parquet", "csv")
@@ -18,35 +19,6 @@ _WHERE = ("name", "data_dir", "revision", "streaming")
 """Keywords of ``load_dataset`` that choose rows, besides ``split``."""
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Parameters of ``GRPOTrainer`` that may be given by position."""
-
-
-@dataclass(kw_only=True)
-class Rows:
-    """A data set that a script loads; "" where it is not found."""
-
-    dataset: str = ""
-    split: str = ""
-    config: dict[str, Any] = field(default_factory=dict)
-    """Keywords of ``load_dataset`` that choose its rows."""
-    calls: list[str] = field(default_factory=list)
-    """Methods that change the rows after loading."""
-
-
-@dataclass(kw_only=True)
-class Script:
-    """What a script gives to TRL."""
-
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of ``GRPOConfig``, and ``lora_*`` of ``LoraConfig``, that are constants."""
-    computed: dict[str, str] = field(default_factory=dict)
-    """Keyword arguments that are not: name -> source text."""
-    model: str = ""
-    rows: Rows = field(default_factory=Rows)
-    eval_rows: Rows = field(default_factory=Rows)
-    rewards: list[str] = field(default_factory=list)
-    """References of the plugins, or ``model:<id>`` for a reward model."""
-    rewards_file: str = ""
-    """Text of a module that holds the rewards that the script defines, with what they need of it."""
 
 
 class _Reader:
@@ -91,7 +63,7 @@ class _Reader:
             node = bound.value
         return node
 
-    def attributes(self, node: ast.expr, script: Script) -> None:
+    def attributes(self, node: ast.expr, script: Reading) -> None:
         """Take the options that are set as attributes of the name ``node``: ``config.beta = 0.1``."""
         for each in ast.walk(self._tree):
             target = each.targets[0] if isinstance(each, ast.Assign) else None
@@ -102,12 +74,12 @@ class _Reader:
         """Return the value of a literal; ValueError for others."""
         return ast.literal_eval(self.resolve(node))
 
-    def keywords(self, call: ast.Call, script: Script, prefix: str = "") -> None:
+    def keywords(self, call: ast.Call, script: Reading, prefix: str = "") -> None:
         for keyword in call.keywords:
             name = f"{prefix}{keyword.arg}" if keyword.arg else ast.unparse(keyword.value)
             self.keyword(name, keyword.value, script)
 
-    def keyword(self, name: str, value: ast.expr, script: Script) -> None:
+    def keyword(self, name: str, value: ast.expr, script: Reading) -> None:
         """Take one option: a constant, or code that computes it."""
         script.options.pop(name, None), script.computed.pop(name, None)
         try:
@@ -119,11 +91,11 @@ class _Reader:
             else:
                 script.computed[name] = text
 
-    def model(self, node: ast.expr, script: Script) -> None:
+    def model(self, node: ast.expr, script: Reading) -> None:
         """Take the model's name, and the keywords that load it."""
         loaded = self.resolve(node)
         if isinstance(loaded, ast.Call) and loaded.args:  # AutoModelForCausalLM.from_pretrained("...")
-            mine = Script()
+            mine = Reading()
             self.keywords(loaded, mine)
             if mine.options:
                 before = script.options.get("model_init_kwargs") or {}
@@ -135,7 +107,7 @@ class _Reader:
         else:
             script.computed["GRPOTrainer.model"] = ast.unparse(node)
 
-    def adapters(self, node: ast.expr, script: Script) -> bool:
+    def adapters(self, node: ast.expr, script: Reading) -> bool:
         """Take the options of the ``LoraConfig`` that ``node`` is; return whether it is one."""
         call = self.resolve(node)
         if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] != "LoraConfig":
@@ -170,7 +142,7 @@ class _Reader:
                 return Rows(dataset=name, split=split if isinstance(split, str) else "", config=config)
         return Rows()
 
-    def rewards(self, node: ast.expr, script: Script) -> None:
+    def rewards(self, node: ast.expr, script: Reading) -> None:
         name = node.id if isinstance(node, ast.Name) else ""
         more = [
             one
@@ -218,7 +190,7 @@ class _Reader:
         return "\n\n\n".join(filter(None, parts)) + "\n"
 
 
-def read_script(file: Path) -> Script:
+def read_script(file: Path) -> Reading:
     """Return what the script gives to ``GRPOConfig`` and ``GRPOTrainer``.
 
     Raises:
@@ -226,7 +198,7 @@ def read_script(file: Path) -> Script:
     """
     with path_errors("the script", file, "the path of a Python file"):
         text = file.read_text(encoding="utf-8")
-    reader, script = _Reader(text, str(file)), Script()
+    reader, script = _Reader(text, str(file)), Reading()
     config, trainer = reader.call("GRPOConfig"), reader.call("GRPOTrainer")
     if config is None and trainer is None:
         raise ConfigError(
@@ -249,7 +221,7 @@ def read_script(file: Path) -> Script:
     return script
 
 
-def _read_trainer(reader: _Reader, trainer: ast.Call, script: Script) -> None:
+def _read_trainer(reader: _Reader, trainer: ast.Call, script: Reading) -> None:
     given = [*zip(_POSITIONS, trainer.args, strict=False), *((k.arg, k.value) for k in trainer.keywords)]
     # the last of them, as keywords of the model go into its options
     for name, node in sorted(given, key=lambda one: one[0] == "model"):

@@ -7,12 +7,13 @@ import operator
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.config.schema.located_yaml import parse_yaml
+from multitask_rl.convert.conversion import Reading
 from multitask_rl.errors import ConfigError, path_errors
 
 _VARIABLE = re.compile(r"\$\{(\w+)(?::?[-=]((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*))?\}|\$(\w+)")
@@ -66,15 +67,25 @@ def read_words(file: Path, program: str) -> tuple[list[str], dict[str, str]]:
     except ValueError as error:
         raise ConfigError(f"{file}: it is no shell script that can be read: {error}") from error
     has_branches = re.search(r"^\s*(?:fi|esac)\b", text, re.MULTILINE) is not None
-    told = {
-        f"variable {name}": told_of(own) for name, own in values.items() if has_branches and len({*own}) > 1
-    }
-    return [word for word in words if word], told
+    found = values if has_branches else {}
+    return [word for word in words if word], _told({f"variable {k}": own for k, own in found.items()})
 
 
-def told_of(values: list[str]) -> str:
-    """Return what is told of a name that a script sets several times."""
-    return f"set to {', '.join(values)} in turn; each use takes the last one before it, whatever its branch"
+def read_options(found: Iterable[tuple[str, str, Mapping[str, Any] | None]], told: dict[str, str]) -> Reading:
+    """Return options from names, texts and values; those without values are computed by the script."""
+    reading, texts = Reading(), defaultdict[str, list[str]](list)
+    for name, text, values in found:
+        texts[name].append(text)
+        reading.options.update(values or {})
+        reading.computed |= {name: text} if values is None else {}
+    reading.told = told | _told(texts)
+    return reading
+
+
+def _told(texts: Mapping[str, list[str]]) -> dict[str, str]:
+    """Return what is told of names that a script sets several times."""
+    last = "in turn; each use takes the last one before it, whatever its branch"
+    return {name: f"set to {', '.join(own)} {last}" for name, own in texts.items() if len({*own}) > 1}
 
 
 def read_value(text: str, where: str) -> Any:

@@ -18,10 +18,10 @@ from multitask_rl.cli import main
 from multitask_rl.config.run import OptimizerConfig
 from multitask_rl.config.task import RewardSpec
 from multitask_rl.config.tasks_file import load_tasks
-from multitask_rl.convert.conversion import Conversion
-from multitask_rl.convert.openrlhf import convert_openrlhf
-from multitask_rl.convert.trl import convert_trl
-from multitask_rl.convert.verl import convert_verl
+from multitask_rl.convert.conversion import Conversion, convert
+from multitask_rl.convert.openrlhf import OPENRLHF
+from multitask_rl.convert.trl import TRL
+from multitask_rl.convert.verl import VERL
 from multitask_rl.data import load_rows
 from multitask_rl.errors import ConfigError
 from multitask_rl.scoring.adapt import resolve_reward
@@ -32,19 +32,21 @@ from multitask_rl.training.optimizer import schedule_factor
 def trl(tmp_path: Path, num_rows: int | None = None, processes: int = 1, **options: Any) -> Conversion:
     file = tmp_path / "grpo.yaml"
     file.write_text(json.dumps(options))
-    return convert_trl(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows, processes=processes)
+    return convert(
+        TRL, file, dataset="hub/rows", reward="exact_match", num_rows=num_rows, processes=processes
+    )
 
 
 def verl(tmp_path: Path, *overrides: str, num_rows: int | None = None) -> Conversion:
     file = tmp_path / "run.sh"
     file.write_text("python3 -m verl.trainer.main_ppo \\\n  " + " \\\n  ".join(overrides))
-    return convert_verl(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
+    return convert(VERL, file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
 
 
 def openrlhf(tmp_path: Path, *options: str, num_rows: int | None = None) -> Conversion:
     file = tmp_path / "run.sh"
     file.write_text("python3 -m openrlhf.cli.train_ppo_ray \\\n  " + " \\\n  ".join(options))
-    return convert_openrlhf(file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
+    return convert(OPENRLHF, file, dataset="hub/rows", reward="exact_match", num_rows=num_rows)
 
 
 def mean_loss(c: Conversion, losses: list[list[float]]) -> float:
@@ -456,14 +458,14 @@ def test_adapters_that_the_trainer_does_not_get_are_not_trained(
     script = SCRIPT.replace("peft_config=LoraConfig(r=4, lora_alpha=8),", given)
     file = tmp_path / "grpo.py"
     file.write_text(script.replace("trainer = GRPO", "lora = LoraConfig(r=4, lora_alpha=8)\ntrainer = GRPO"))
-    assert convert_trl(file).run.get("model.lora.rank") == rank
+    assert convert(TRL, file).run.get("model.lora.rank") == rank
 
 
 def test_a_script_s_callbacks_and_resume_are_answered_by_what_takes_their_place(tmp_path: Path) -> None:
     file = tmp_path / "grpo.py"
     script = SCRIPT.replace("trainer.train()", "trainer.train(resume_from_checkpoint=True)")
     file.write_text(script.replace("args=config,", "args=config, callbacks=[Log()], tools=[find],"))
-    left = convert_trl(file).left
+    left = convert(TRL, file).left
     assert "tracker" in left["GRPOTrainer.callbacks"]
     assert "environment" in left["GRPOTrainer.tools"]
     assert "checkpoint.resume" in left["train.resume_from_checkpoint"]
@@ -473,7 +475,7 @@ def script_of_trl(tmp_path: Path, text: str, **arguments: Any) -> Conversion:
     file = tmp_path / "train.py"
     head = "from datasets import load_dataset\nfrom trl import GRPOConfig, GRPOTrainer, TrlParser\n"
     file.write_text(f"{head}{dedent(text)}")
-    return convert_trl(file, **arguments)
+    return convert(TRL, file, **arguments)
 
 
 def test_rows_that_a_script_binds_again_and_again_are_followed_to_their_file(tmp_path: Path) -> None:
@@ -553,7 +555,7 @@ def test_rows_of_trl_that_carry_names_of_tasks_stay_one_task(
     rows = [{"prompt": f"{i}", "solution": "1", "task": ("math", "chat")[i % 2]} for i in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "grpo.yaml").write_text("dataset_name: rows.jsonl\n")
-    c = convert_trl(tmp_path / "grpo.yaml", reward="exact_match")
+    c = convert(TRL, tmp_path / "grpo.yaml", reward="exact_match")
     c.write(tmp_path / "out")
     (task,) = load_tasks(tmp_path / "out" / "tasks.yaml").values()
     assert sum(len(load_rows(task, split)) for split in ("train", "eval")) == 20
@@ -564,10 +566,10 @@ def test_a_launch_script_of_trl_is_answered_by_what_is_read(tmp_path: Path) -> N
     file = tmp_path / "launch.sh"
     file.write_text("accelerate launch grpo.py --beta 0.1\n")
     with pytest.raises(ConfigError, match=r"command line .*YAML.*Python script"):
-        convert_trl(file)
+        convert(TRL, file)
     (tmp_path / "grpo.yaml").write_text("datasets: [{path: org/a}]\n")
     with pytest.raises(ConfigError, match=r"no data set .*datasets is .*org/a"):
-        convert_trl(tmp_path / "grpo.yaml")
+        convert(TRL, tmp_path / "grpo.yaml")
 
 
 def test_a_data_set_that_no_file_holds_is_named(tmp_path: Path) -> None:
@@ -602,13 +604,13 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
     train, held_out, file = (tmp_path / name for name in ("train.jsonl", "val.jsonl", "run.sh"))
     file.write_text(f"main_ppo data.train_files={train} data.val_files={held_out}")
 
-    def convert(*sources: str | None) -> Conversion:
+    def converted(*sources: str | None) -> Conversion:
         for path, some in ((train, sources), (held_out, sources[:2])):
             rows = [{"id": i, "prompt": f"{s}{i}", "data_source": s} for i, s in enumerate(some)]
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return convert_verl(file, reward="exact_match")
+        return convert(VERL, file, reward="exact_match")
 
-    c = convert("openai/gsm8k", "math", "math", "code", "code", "code")
+    c = converted("openai/gsm8k", "math", "math", "code", "code", "code")
     assert {name: task["weight"] for name, task in c.tasks.items()} == {"code": 3, "gsm8k": 1, "math": 2}
     assert "no row of it" in c.left["data.val_files for code"]
     c.write(tmp_path / "out")
@@ -617,8 +619,8 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
         expected = {"code": {"code"}, "gsm8k": {"openai/gsm8k"}, "math": {"math"}}[task.name]
         assert {row["data_source"] for row in rows} == expected
         assert len({row["id"] for row in rows}) == c.tasks[task.name]["weight"]
-    assert len(convert("math", "math").tasks) == len(convert("math", None).tasks) == 1
-    many = convert(*map(str, range(40)))
+    assert len(converted("math", "math").tasks) == len(converted("math", None).tasks) == 1
+    many = converted(*map(str, range(40)))
     assert len(many.tasks) == 1
     assert "40 sources" in many.left["column data_source"]
 
@@ -653,7 +655,7 @@ def test_a_pass_of_verl_counts_each_row_once_though_its_sources_are_tasks(tmp_pa
     rows = [{"prompt": "a", "data_source": source} for source in "abc" * 4]
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))
     file.write_text(f"main_ppo data.train_files={train} data.train_batch_size=4 trainer.total_epochs=2\n")
-    c = convert_verl(file, reward="exact_match")
+    c = convert(VERL, file, reward="exact_match")
     assert len(c.tasks) == 3
     assert c.run["max_steps"] == 2 * 12 // 4
 
@@ -685,7 +687,7 @@ def test_shares_of_verl_s_files_stay_as_they_are(tmp_path: Path) -> None:
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1"}\n' * number)
     file = tmp_path / "run.sh"
     file.write_text(f"main_ppo data.train_files=[{tmp_path}/a.jsonl,{tmp_path}/b.jsonl]")
-    c = convert_verl(file, reward="exact_match")
+    c = convert(VERL, file, reward="exact_match")
     assert c.run["scheduler.policy"] == "static"
     c.write(tmp_path / "converted")
     assert "&id" not in (tmp_path / "converted" / "tasks.yaml").read_text()
@@ -693,7 +695,7 @@ def test_shares_of_verl_s_files_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_rewards_imported_by_a_script_are_named_where_they_live(tmp_path: Path) -> None:
     (tmp_path / "grpo.py").write_text(SCRIPT)
-    c = convert_trl(tmp_path / "grpo.py")
+    c = convert(TRL, tmp_path / "grpo.py")
     assert c.tasks["rows"]["rewards"] == [
         {"plugin": "trl:rewards.py:correct", "weight": 2.0},
         {"plugin": "trl:trl.rewards:accuracy_reward"},
@@ -737,7 +739,7 @@ def test_a_script_of_verl_becomes_files_that_validate(
 def overrides_of_verl(tmp_path: Path, script: str) -> Conversion:
     file = tmp_path / "run.sh"
     file.write_text(dedent(script))
-    return convert_verl(file, reward="exact_match", num_rows=64)
+    return convert(VERL, file, reward="exact_match", num_rows=64)
 
 
 def test_the_default_of_a_variable_may_hold_other_variables(tmp_path: Path) -> None:
@@ -814,7 +816,7 @@ def test_a_yaml_of_verl_is_read_like_its_overrides(tmp_path: Path) -> None:
         "data: {train_batch_size: 32, prompt_key: question}\nalgorithm: {adv_estimator: rloo}\n"
         "actor_rollout_ref: {rollout: {n: 4, prompt_length: '${data.max_prompt_length}'}}\n"
     )
-    c = convert_verl(tmp_path / "run.yaml", dataset="hub/rows", reward="exact_match")
+    c = convert(VERL, tmp_path / "run.yaml", dataset="hub/rows", reward="exact_match")
     assert (c.task["type"], c.task["prompt"], c.run["batch.group_size"]) == ("rloo", "{question}", 4)
 
 
@@ -900,7 +902,7 @@ def test_a_command_of_openrlhf_in_quotes_is_read(tmp_path: Path) -> None:
             """
         )
     )
-    c = convert_openrlhf(file, reward="exact_match", num_rows=64)
+    c = convert(OPENRLHF, file, reward="exact_match", num_rows=64)
     assert (c.run["batch.prompts_per_step"], c.run["batch.group_size"], c.run["seed"]) == (16, 4, 7)
     assert c.task["prompt"] == "Q: {input} A:"
 
@@ -917,7 +919,7 @@ def test_a_reward_of_openrlhf_gets_the_prompt_as_the_model_saw_it(tmp_path: Path
         "python3 -m openrlhf.cli.train_ppo_ray --reward.remote_url reward.py --data.prompt_dataset org/rows "
         f"--data.input_key {column} --data.label_key answer --data.apply_chat_template\n"
     )
-    c = convert_openrlhf(script, num_rows=8)
+    c = convert(OPENRLHF, script, num_rows=8)
     c.write(tmp_path)
     (reference,) = c.tasks["rows"]["rewards"]
     spec = RewardSpec(
@@ -936,7 +938,7 @@ def test_a_server_or_an_agent_of_openrlhf_is_named_where_a_reward_is_missing(tmp
         file = tmp_path / "run.sh"
         file.write_text(f"python3 -m openrlhf.cli.train_ppo_ray --data.prompt_dataset org/rows {option}\n")
         with pytest.raises(ConfigError, match=f"no reward .*{option.split()[1]}.*--reward"):
-            convert_openrlhf(file)
+            convert(OPENRLHF, file)
 
 
 def test_every_option_is_taken_over_or_listed_with_a_reason(tmp_path: Path) -> None:
@@ -959,7 +961,7 @@ def test_what_is_missing_is_asked_for(tmp_path: Path, what: str) -> None:
         "dataset_name: hub/rows\n" if what == "reward" else "learning_rate: 1.0\n"
     )
     with pytest.raises(ConfigError, match=f"no {what} was found .* --"):
-        convert_trl(tmp_path / "grpo.yaml")
+        convert(TRL, tmp_path / "grpo.yaml")
 
 
 def test_variables_of_the_chat_template_are_taken_over(tmp_path: Path) -> None:
@@ -975,7 +977,7 @@ def test_words_that_yaml_reads_as_false_are_the_words(tmp_path: Path) -> None:
     assert off.task["algorithm_config.truncated_is"] == 0.0
     file = tmp_path / "config.yaml"
     file.write_text("eval_strategy: no\ndataset_name: rows.jsonl\nmodel_name_or_path: MODEL\n")
-    c = convert_trl(file, dataset="rows.jsonl", reward="digits.py:digits")
+    c = convert(TRL, file, dataset="rows.jsonl", reward="digits.py:digits")
     assert c.run["eval.every"] == 0
 
 
@@ -989,5 +991,5 @@ def test_data_sets_are_weighed_by_rows_only_where_all_are_counted(tmp_path: Path
         sets = f"--data.prompt_dataset {tmp_path / 'long.jsonl'},{second}"
         file = tmp_path / "run.sh"
         file.write_text(f"python -m openrlhf.cli.train_ppo_ray {sets} --rollout.n_samples_per_prompt 8\n")
-        c = convert_openrlhf(file, reward="digits.py:digits", num_rows=25)
+        c = convert(OPENRLHF, file, reward="digits.py:digits", num_rows=25)
         assert [task["weight"] for task in c.tasks.values()] == weights

@@ -17,8 +17,8 @@ from multitask_rl.algorithms.policy_loss import clipped_surrogate
 from multitask_rl.algorithms.reinforce_pp import ReinforcePP
 from multitask_rl.config.task import RewardSpec
 from multitask_rl.config.tasks_file import load_tasks
-from multitask_rl.convert.conversion import Conversion
-from multitask_rl.convert.roll import convert_roll
+from multitask_rl.convert.conversion import Conversion, convert
+from multitask_rl.convert.roll import ROLL
 from multitask_rl.data import load_rows
 from multitask_rl.errors import ConfigError
 from multitask_rl.scoring.adapt import resolve_reward
@@ -56,7 +56,7 @@ def roll(folder: Path, *, data: dict[str, Any] | None = None, **options: Any) ->
     train = {"data_args": own, **options.pop("actor_train", {})}
     base = {"response_length": 100, "rewards": REWARDS, "actor_train": train}
     (folder / "rlvr.yaml").write_text(yaml.safe_dump({**base, **options}, sort_keys=False))
-    return convert_roll(folder / "rlvr.yaml")
+    return convert(ROLL, folder / "rlvr.yaml")
 
 
 def differs(c: Conversion, option: str) -> str:
@@ -90,7 +90,7 @@ def test_rows_that_are_not_here_are_told_with_the_files(tmp_path: Path) -> None:
     assert "not here" in c.left["rows of gone.jsonl"]
     (tmp_path / "other.yaml").write_text("a: 1")
     with pytest.raises(ConfigError, match="no section actor_train or rewards"):
-        convert_roll(tmp_path / "other.yaml")
+        convert(ROLL, tmp_path / "other.yaml")
     for section, told in (("train_env_manager", "agentic.*environment"), ("student_train", "type distill")):
         with pytest.raises(ConfigError, match=told):
             roll(tmp_path, **{section: {"a": 1}})
@@ -195,7 +195,7 @@ def test_devices_are_counted(mapping: Any, number: int, tmp_path: Path) -> None:
             r"domain_interleave_probs.x: expected a number",
         ),
         ({"exp_name": "${a}", "a": "${exp_name}"}, "stands for itself"),
-        ({"rewards": {"j": {"worker_cls": "LLMJudgeRewardWorker"}}}, "model of the judge"),
+        ({"rewards": {"j": {"worker_cls": "LLMJudgeRewardWorker"}}}, r"rlvr.yaml: no model of the judge"),
     ],
 )
 def test_values_of_another_kind_are_refused_by_name(
