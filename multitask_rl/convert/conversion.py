@@ -32,6 +32,7 @@ from multitask_rl.plugins import list_plugins
 
 EXPERIMENT = "converted"
 """``+experiment=converted`` names the written configuration of the run."""
+_KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,10 @@ class Rows:
     """Keywords of ``load_dataset`` that choose its rows."""
     calls: list[str] = field(default_factory=list)
     """Methods that change the rows after loading."""
+    parts: list[Rows] = field(default_factory=list)
+    """The data sets of a mixture, which has no ``dataset`` of its own."""
+    weights: list[float] = field(default_factory=list)
+    """How often each part is drawn, if not by its number of rows."""
 
 
 @dataclass(kw_only=True)
@@ -89,7 +94,9 @@ class Source:
     """Its name and version; the first word stands for ``{there}`` in messages."""
     read: Callable[[Path], Reading]
     defaults: str
-    """YAML of the options that are read: their defaults in the source."""
+    """YAML of the options that are read: their defaults in the source, or a kind (``<number>``) for none."""
+    counts: Sequence[str]
+    """Options that are at least 1."""
     table: Sequence[Callable[[Conversion], None]]
     reasons: str
     """Lines ``pattern: why not``; an indented line continues the one above."""
@@ -131,20 +138,32 @@ class Conversion:
         """Return the option's value: as given, else the source's default. The option counts as read.
 
         Raises:
-            ConfigError: the default is a number, true or false, and the value is none, not even as a text.
+            ConfigError: the value is not of the default's kind. A number, true or false may be a text.
         """
         self._read.add(option)
         value, default = self.given.get(option), self.defaults.get(option)
-        if value is None or not isinstance(default, (bool, int, float)):
+        kind: Any = type(default)
+        if isinstance(default, type):
+            kind, default = default, None
+        elif kind is list:  # a text may stand for a list of one
+            kind = None
+        if value is None or kind not in _KINDS or (kind in (list, dict) and isinstance(value, kind)):
             return default if value is None else value
         with contextlib.suppress(ValueError, TypeError, KeyError):
-            if isinstance(default, bool):
+            if kind is bool:
                 return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
-            if not isinstance(value, bool):
+            if kind in (int, float) and not isinstance(value, bool):
                 number = float(value)
                 return int(number) if not isinstance(value, float) and number.is_integer() else number
-        wanted = "true or false" if isinstance(default, bool) else "a number"
-        raise ConfigError(f"{option}: expected {wanted}, got {value!r}")
+        raise ConfigError(f"{option}: expected {_KINDS[kind]}, got {value!r}")
+
+    def texts(self, option: str) -> list[str]:
+        """Return a text or a list of texts as a list."""
+        value = self.get(option)
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(one, str) for one in listed):
+            raise ConfigError(f"{option}: expected a text or a list of texts, got {value!r}")
+        return listed
 
     def put(self, key: str, value: Any, *options: str, differs: str = "", **values: Any) -> None:
         """Write a key of the run, of every task (``task.``) or of every task's algorithm (``algorithm.``).
@@ -161,7 +180,11 @@ class Conversion:
     ) -> None:
         """Write ``key`` with the value of ``option``, as a ``kind`` (``float``, ``list``) if one is given."""
         value = self.get(option)
-        self.put(key, value if kind is None else kind(value), option, differs=differs)
+        try:
+            written = value if kind is None else kind(value)
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{option}: {value!r} is no value that is known here") from None
+        self.put(key, written, option, differs=differs)
 
     def put_if_set(self, key: str, *options: str) -> None:
         """Write ``key`` with the first value among ``options`` that is not empty, 0 or false."""
@@ -252,8 +275,7 @@ class Conversion:
 
     def put_trackers(self, option: str) -> None:
         """Take over those trackers that are installed under the same name."""
-        names = self.get(option)
-        wanted = [names] if isinstance(names, str) else list(names or [])
+        wanted = self.texts(option)
         installed = {info.name for info in list_plugins("multitask_rl.trackers")}
         kept = [name for name in wanted if name in installed and name not in ("console", "jsonl")]
         missing = ", ".join(sorted({*wanted} - installed - {"none", "all"})) if option in self.given else ""
@@ -353,6 +375,9 @@ def convert(
     c = Conversion(
         source=source, file=file, dataset=dataset, reward=reward, num_rows=num_rows, processes=processes
     )
+    for option in source.counts:
+        if (number := c.get(option)) is not None and number < 1:
+            raise ConfigError(f"{option}: expected at least 1, got {number}")
     for step in source.table:
         step(c)
     c.finish()
@@ -360,8 +385,10 @@ def convert(
 
 
 def flat(text: str) -> dict[str, Any]:
-    """Return the values of a YAML text by dotted keys."""
-    return dict(dotted(parse_yaml(text, "a table of options")[0]))
+    """Return the values of a YAML text by dotted keys; ``<number>``, ``<list>``, ``<mapping>`` are types."""
+    types = {"<number>": float, "<list>": list, "<mapping>": dict}
+    found = dotted(parse_yaml(text, "a table of options")[0])
+    return {key: types.get(value, value) if isinstance(value, str) else value for key, value in found}
 
 
 def at_least_0(value: float) -> float:

@@ -104,6 +104,8 @@ HELD_OUT_FILES = "{files} files for {tasks} tasks; set eval_dataset of each"
 NO_HELD_OUT = "{file} has no row of it: a tenth of its training rows is held out"
 SOURCES_TO_TASKS = "{file} becomes a task for each of its sources"
 ONE_TASK = "rows of all values are one task, as in TRL; a task for each value may have its own rewards"
+TENTH = "a tenth of the rows, by a hash of each row instead of a seed"
+OTHER_SHARE = "a tenth of the rows is held out here; eval_dataset of a task names others"
 CHANGED_ROWS = (
     "the script changes the rows ({changes}); save the changed ones with dataset.to_json('rows.jsonl') and "
     "give --dataset rows.jsonl"
@@ -129,6 +131,7 @@ NO_WORKER = "{worker} has no counterpart; write it as reward_{name}() in rewards
 # the run
 ENGINE = "{engine!r}: the engines are hf and vllm; hf is written"
 ATTENTION = "model.attn_implementation=auto: kernels that share a group's prompt"
+MEGATRON_NAMES = "names of Megatron's modules; model.lora.target_modules has those of transformers"
 NO_MODEL_KEYS = "no counterpart for {names}"
 NO_TRACKER = "no tracker of the name {names} is installed"
 NO_RESUME = "a checkpoint of {there} cannot be resumed here; load its weights as the model"

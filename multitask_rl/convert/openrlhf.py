@@ -411,6 +411,7 @@ OPENRLHF = Source(
     read=read,
     defaults=DEFAULTS,
     reasons=REASONS,
+    counts=("rollout.batch_size", "rollout.n_samples_per_prompt", "train.batch_size", "train.max_epochs"),
     table=(
         tasks,
         algorithm,

@@ -36,7 +36,8 @@ DEFAULTS = """
     training_args: {learning_rate: 5.0e-5, lr_scheduler_type: linear, weight_decay: 0.0, adam_beta1: 0.9,
       adam_beta2: 0.999, per_device_train_batch_size: 8, gradient_accumulation_steps: 1, warmup_steps: 0,
       warmup_ratio: 0.0},
-    model_args: {dtype: bf16, disable_gradient_checkpointing: false}},
+    model_args: {dtype: bf16, disable_gradient_checkpointing: false, lora_rank: <number>,
+      lora_alpha: <number>}},
   actor_infer: {generating_args: {temperature: 0.95, top_p: 0.7, top_k: 50},
     strategy_args: {strategy_name: fsdp2_train}},
   validation: {generating_args: {temperature: 0.95, num_return_sequences: 1}},
@@ -143,24 +144,6 @@ def _resolved(value: Any, tree: Mapping[str, Any], within: tuple[str, ...] = ())
     return of(whole[1]) if whole else re.sub(r"\$\{([\w.]+)\}", lambda m: str(of(m[1])), value)
 
 
-def counts(c: Conversion) -> None:
-    """Refuse numbers below 1 where something is counted."""
-    names = ("rollout_batch_size", "num_return_sequences_in_group", "ppo_epochs", "max_steps")
-    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    for option in (*names, *(f"{_ARGS}.{size}" for size in sizes)):
-        if c.get(option) < 1:
-            raise ConfigError(f"{option}: expected at least 1, got {c.get(option)}")
-
-
-def _texts(c: Conversion, option: str) -> list[str]:
-    """Return a text or a list of texts as a list."""
-    value = c.get(option)
-    listed = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, str) for one in listed):
-        raise ConfigError(f"{option}: expected a text or a list of texts, got {value!r}")
-    return listed
-
-
 def tasks(c: Conversion) -> None:
     """Write a task for each domain, and a file with the rows that ROLL gives to it."""
     files = [c.dataset] if c.dataset else _files(c, _DATA)
@@ -180,7 +163,7 @@ def tasks(c: Conversion) -> None:
     c.need(domains, "domain", instead="rewards")
     tags: dict[str, str] = {}
     for name in names:
-        tags |= dict.fromkeys(_texts(c, f"rewards.{name}.tag_included"), name)
+        tags |= dict.fromkeys(c.texts(f"rewards.{name}.tag_included"), name)
     c.note("task.dataset", f"{_DATA}.file_name", f"{_DATA}.dataset_dir")
     train = _by_domain(c, files, tags)
     held_out = _by_domain(c, _files(c, "validation.data_args"), tags)
@@ -212,7 +195,7 @@ def tasks(c: Conversion) -> None:
 
 
 def _files(c: Conversion, section: str) -> list[str]:
-    folder, listed = c.get(f"{section}.dataset_dir") or ".", _texts(c, f"{section}.file_name")
+    folder, listed = c.get(f"{section}.dataset_dir") or ".", c.texts(f"{section}.file_name")
     # examples of ROLL write the folder in both options
     joined = [one if Path(one).exists() else str(Path(str(folder)) / one) for one in listed]
     return [one if Path(one).exists() else given for one, given in zip(joined, listed, strict=True)]
@@ -464,7 +447,7 @@ def model(c: Conversion) -> None:
     plain = f"{_MODEL}.disable_gradient_checkpointing"
     c.put("model.gradient_checkpointing", not c.get(plain), plain)
     targets, size, scale = (f"{_MODEL}.lora_{name}" for name in ("target", "rank", "alpha"))
-    if names := _texts(c, targets):
+    if names := c.texts(targets):
         rank = int(c.get(size) or 8)
         c.put("model.lora.rank", rank, size, targets)
         c.put("model.lora.alpha", float(c.get(scale) or 2 * rank), scale)
@@ -519,8 +502,11 @@ ROLL = Source(
     read=read,
     defaults=DEFAULTS,
     reasons=REASONS,
+    counts=(
+        *("rollout_batch_size", "num_return_sequences_in_group", "ppo_epochs", "max_steps"),
+        *(f"{_ARGS}.per_device_train_batch_size", f"{_ARGS}.gradient_accumulation_steps"),
+    ),
     table=(
-        counts,
         tasks,
         algorithm,
         loss,

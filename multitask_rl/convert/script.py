@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,8 @@ from multitask_rl.errors import ConfigError, path_errors
 _READERS = ("json", "parquet", "csv")
 _WHERE = ("name", "data_dir", "revision", "streaming")
 """Keywords of ``load_dataset`` that choose rows, besides ``split``."""
+A_TENTH = "train_test_split of a tenth"
+"""A call that holds out as many rows as are held out here."""
 _POSITIONS = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class")
 """Parameters of ``GRPOTrainer`` that may be given by position."""
 
@@ -119,27 +121,39 @@ class _Reader:
         """Return what ``node`` loads."""
         node = self.resolve(node)
         if isinstance(node, ast.Subscript):
-            found = self.rows(node.value)
-            if "train_test_split" in found.calls:
+            found, key = self.rows(node.value), ast.unparse(node.slice).strip("'")
+            if A_TENTH in found.calls and key != "train":
+                return replace(found, calls=["train_test_split" if x == A_TENTH else x for x in found.calls])
+            if {"train_test_split", A_TENTH} & {*found.calls}:
                 return found
             with suppress(ValueError):
                 return replace(found, split=str(self.constant(node.slice)))
             return found
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if not isinstance(node, ast.Call):
+            return Rows()
+        given: dict[str, ast.expr] = {k.arg: k.value for k in node.keywords if k.arg}
+        name = ast.unparse(node.func).rpartition(".")[2]
+        if isinstance(node.func, ast.Attribute):
             found = self.rows(node.func.value)
-            if found.dataset:
-                return replace(found, calls=[*found.calls, node.func.attr])
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "load_dataset":
-            given = dict(zip(("path", "name"), node.args, strict=False))
-            given |= {k.arg: k.value for k in node.keywords if k.arg}
+            if found.dataset or found.parts:
+                size = (
+                    [*map(ast.unparse, [*node.args, *given.values()])] if name == "train_test_split" else []
+                )
+                is_tenth = "0.1" in size and {*given} <= {"test_size", "seed", "shuffle"}
+                return replace(found, calls=[*found.calls, A_TENTH if is_tenth else name])
+        if name == "load_dataset":
+            given = dict(zip(("path", "name"), node.args, strict=False)) | given
             with suppress(ValueError, KeyError):
-                name = self.constant(given["path"])
-                if name in _READERS and "data_files" in given:
-                    files = self.constant(given["data_files"])
-                    return Rows(dataset=files) if isinstance(files, str) else Rows()
-                split = self.constant(given["split"]) if "split" in given else ""
-                config = {key: self.constant(given[key]) for key in _WHERE if key in given}
-                return Rows(dataset=name, split=split if isinstance(split, str) else "", config=config)
+                return loaded_rows(given, self.constant)
+        if name in ("concatenate_datasets", "interleave_datasets") and node.args:
+            listed = self.resolve(node.args[0])
+            parts = [self.rows(one) for one in listed.elts] if isinstance(listed, ast.List) else []
+            with suppress(ValueError, TypeError):
+                equal = [1.0] * len(parts) if name.startswith("inter") else []
+                shares = self.constant(given["probabilities"]) if "probabilities" in given else None
+                weights = [float(share) for share in shares or equal]
+                if parts and all(part.dataset for part in parts) and len(weights) in (0, len(parts)):
+                    return Rows(parts=parts, weights=weights)
         return Rows()
 
     def rewards(self, node: ast.expr, script: Reading) -> None:
@@ -190,6 +204,17 @@ class _Reader:
         return "\n\n\n".join(filter(None, parts)) + "\n"
 
 
+def loaded_rows(given: Mapping[str, Any], constant: Callable[[Any], Any]) -> Rows:
+    """Return what ``load_dataset`` loads with the keywords ``given``, whose values ``constant`` returns."""
+    name = constant(given["path"])
+    if name in _READERS and "data_files" in given:
+        files = constant(given["data_files"])
+        return Rows(dataset=files) if isinstance(files, str) else Rows()
+    split = constant(given["split"]) if "split" in given else ""
+    config = {key: constant(given[key]) for key in _WHERE if key in given}
+    return Rows(dataset=name, split=split if isinstance(split, str) else "", config=config)
+
+
 def read_script(file: Path) -> Reading:
     """Return what the script gives to ``GRPOConfig`` and ``GRPOTrainer``.
 
@@ -230,7 +255,7 @@ def _read_trainer(reader: _Reader, trainer: ast.Call, script: Reading) -> None:
                 reader.model(node, script)
             case "train_dataset":
                 script.rows = reader.rows(node)
-                if not script.rows.dataset:
+                if not script.rows.dataset and not script.rows.parts:
                     script.computed["GRPOTrainer.train_dataset"] = ast.unparse(reader.resolve(node))
             case "eval_dataset":
                 script.eval_rows = reader.rows(node)

@@ -11,7 +11,7 @@ from typing import Any
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.convert import messages as say
 from multitask_rl.convert.conversion import Conversion, Reading, Row, Rows, Source, at_least_0, task_name
-from multitask_rl.convert.script import read_script
+from multitask_rl.convert.script import A_TENTH, loaded_rows, read_script
 from multitask_rl.errors import ConfigError
 
 DEFAULTS = """
@@ -26,7 +26,9 @@ DEFAULTS = """
   vllm_importance_sampling_mode: sequence_mask, vllm_importance_sampling_clip_max: 3.0,
   ref_model_mixup_alpha: 0.6, ref_model_sync_steps: 512, gradient_checkpointing: true, dtype: float32,
   seed: 42, eval_strategy: "no", save_strategy: steps, save_steps: 500, report_to: none, lora_r: 16,
-  lora_alpha: 32, lora_dropout: 0.05, peft_config: {r: 8, lora_alpha: 8, lora_dropout: 0.0}}
+  lora_alpha: 32, lora_dropout: 0.05, peft_config: {r: 8, lora_alpha: 8, lora_dropout: 0.0},
+  steps_per_generation: <number>, generation_batch_size: <number>, delta: <number>, epsilon_high: <number>,
+  eval_steps: <number>, reward_weights: <list>, chat_template_kwargs: <mapping>, model_init_kwargs: <mapping>}
 """
 REASONS = r"""
 min_p|repetition_penalty|generation_kwargs|cache_implementation: the actor is sampled by temperature, top_p
@@ -72,6 +74,7 @@ _SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine"},
     **dict.fromkeys(("constant", "constant_with_warmup"), "constant"),
 }
+_NAMED = ("GRPOTrainer.train_dataset", "datasets")
 _COUNTED = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations")
 
 
@@ -87,47 +90,82 @@ def read(file: Path) -> Reading:
         )
     options = {str(key): value for key, value in values.items()}
     names = options.pop("reward_funcs", None) or []
-    split = [name.rpartition(".") for name in ([names] if isinstance(names, str) else names)]
+    split = [str(name).rpartition(".") for name in (names if isinstance(names, list) else [names])]
     rewards = [f"trl:{module or 'trl.rewards'}:{name}" for module, _, name in split]
     if model := options.pop("reward_model_name_or_path", None):
         rewards.insert(0, f"model:{model}")
     found = Reading(model=options.pop("model_name_or_path", "") or "", rewards=rewards)
-    found.rows.dataset = options.pop("dataset_name", "") or ""
-    found.rows.split = options.pop("dataset_train_split", "") or ""
+    found.rows.dataset = str(options.pop("dataset_name", "") or "")
+    found.rows.split = str(options.pop("dataset_train_split", "") or "")
     found.rows.config = {"name": name} if (name := options.pop("dataset_config", None)) else {}
+    for one in mixture if isinstance(mixture := options.get("datasets"), list) else []:
+        if isinstance(one, Mapping) and isinstance(one.get("path"), str):
+            given = {key: value for key, value in one.items() if value is not None}
+            found.rows.parts.append(loaded_rows(given, lambda value: value))
+    if found.rows.parts:  # TRL prefers them to dataset_name
+        found.rows = Rows(parts=found.rows.parts)
     found.options = options
     return found
 
 
-def task(c: Conversion) -> None:
-    """Write the one task: its rows and its rewards."""
+def tasks(c: Conversion) -> None:
+    """Write a task, or one for each data set of a mixture; all have the same rewards."""
     found = c.found
     if c.dataset:
         found.rows = Rows(dataset=c.dataset)
         found.computed.pop("GRPOTrainer.train_dataset", None)
     if c.reward:
         found.rewards, found.rewards_file = [c.reward], ""
-    rows, held_out = found.rows, found.eval_rows
-    c.need(rows.dataset, "data set", "GRPOTrainer.train_dataset", "datasets", instead="--dataset")
+    parts = found.rows.parts or [found.rows]
+    names = [part.dataset for part in parts]
+    c.need(names if all(names) else [], "data set", *_NAMED, instead="--dataset")
     c.need(found.rewards, "reward")
-    own: dict[str, Any] = {"dataset": rows.dataset}
-    if rows.config:
-        own["dataset_config"] = rows.config
-    split, _, part = rows.split.partition("[")
+    common = rewards(c)
+    weights = found.rows.weights or c.weights_by_rows(names)
+    for index, part in enumerate(parts):
+        own = data_set(c, part)
+        if len(parts) > 1:
+            own["weight"] = weights[index] if weights else 1.0
+        c.tasks[task_name(part.dataset, c.tasks)] = {**own, **common}
+    if found.rows.parts and not c.dataset:
+        c.note("task.dataset", "datasets", differs=say.SETS_ALIKE, exact=bool(weights))
+    calls = [*found.rows.calls, *(call for part in found.rows.parts for call in part.calls)]
+    if A_TENTH in calls:
+        c.note("task.eval_dataset", "train_test_split", differs=say.TENTH)
+    if c.get("test_split_size") == 0.1:
+        c.note("task.eval_dataset", "test_split_size", differs=say.TENTH)
+    elif "test_split_size" in c.given:
+        c.leave("test_split_size", say.OTHER_SHARE)
+
+
+def data_set(c: Conversion, part: Rows) -> dict[str, Any]:
+    """Return what a task says of its data set; tell calls that change its rows."""
+    held_out = c.found.eval_rows
+    own: dict[str, Any] = {"dataset": part.dataset}
+    if part.config:
+        own["dataset_config"] = part.config
+    split, _, share = part.split.partition("[")
     if split and split != "train":
         own["split"] = split
     held_split = held_out.split.partition("[")[0]
-    if held_out.dataset and held_out.dataset != rows.dataset:
+    if held_out.dataset and held_out.dataset != part.dataset:
         own["eval_dataset"] = held_out.dataset
     elif held_split not in ("", split or "train"):
         own["eval_split"] = held_split
-    changes = [*([f"split {rows.split}"] if part else []), *rows.calls]
-    if changes != ["shuffle"] * len(changes):  # rows are shuffled here anyway
+    changes = [*([f"split {part.split}"] if share else []), *part.calls]
+    changes += c.found.rows.calls if c.found.rows.parts else []
+    if not {*changes} <= {"shuffle", A_TENTH}:  # rows are shuffled and a tenth is held out here anyway
         c.left["train_dataset"] = say.CHANGED_ROWS.format(changes=", ".join(changes))
-    tags = sorted(c.count_values(rows.dataset, "task"))
+    tags = sorted(c.count_values(part.dataset, "task"))
     if len(tags) > 1:
         own["select"] = {"task": tags}
         c.note("task.select", "column task", differs=say.ONE_TASK)
+    return own
+
+
+def rewards(c: Conversion) -> dict[str, Any]:
+    """Return what every task says of its rewards and constraints."""
+    found, own = c.found, dict[str, Any]()
     weights = c.get("reward_weights") or [1.0] * len(found.rewards)
     if len(weights) != len(found.rewards):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(found.rewards)} rewards")
@@ -143,7 +181,7 @@ def task(c: Conversion) -> None:
     if c.get("use_vllm") and (regex := c.get("vllm_structured_outputs_regex")):
         own["constraints"] = [{"name": "regex", "mode": "grammar", "config": {"regex": regex}}]
         c.note("task.constraints", "vllm_structured_outputs_regex")
-    c.tasks[task_name(rows.dataset)] = own
+    return own
 
 
 def algorithm(c: Conversion) -> None:
@@ -226,7 +264,7 @@ def batch(c: Conversion) -> None:
     chunks = c.get("steps_per_generation")
     micro = per_device * c.processes
     chunks = whole // micro if whole is not None else chunks if chunks is not None else accumulation
-    if chunks < accumulation and (iterations > 1 or accumulation % chunks):
+    if chunks < accumulation and (iterations > 1 or not chunks or accumulation % chunks):
         raise ConfigError(say.GENERATIONS.format(chunks=chunks, accumulation=accumulation))
     steps = max(chunks, accumulation)
     responses = micro * steps
@@ -249,7 +287,9 @@ def steps(c: Conversion) -> None:
     """Write what TRL counts in updates: steps, warm-up, evaluations and checkpoints."""
     updates = c.run["batch.num_minibatches"] * c.run["batch.num_epochs"]
     most, passes = c.get("max_steps"), c.get("num_train_epochs")
-    rows = c.rows_of([c.found.rows.dataset])
+    parts = c.found.rows.parts or [c.found.rows]
+    # a pass over interleaved rows ends with the first or the last of its data sets
+    rows = c.num_rows if c.found.rows.weights else c.rows_of(part.dataset for part in parts)
     per_pass = None if rows is None else max(1, rows // c.run["batch.prompts_per_step"])
     if most > 0:
         number: int | None = math.ceil(most / updates)
@@ -378,8 +418,9 @@ TRL = Source(
     read=read,
     defaults=DEFAULTS,
     reasons=REASONS,
+    counts=(*_COUNTED, "num_iterations", "steps_per_generation", "generation_batch_size"),
     table=(
-        task,
+        tasks,
         Row("task.chat_template_kwargs", "chat_template_kwargs", dict, if_set=True),
         algorithm,
         loss,

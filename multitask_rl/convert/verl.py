@@ -22,6 +22,7 @@ data: {prompt_key: prompt, max_prompt_length: 512, max_response_length: 512, tra
 actor_rollout_ref:
   actor:
     {ppo_mini_batch_size: 256, ppo_epochs: 1, grad_clip: 1.0, loss_agg_mode: token-mean, entropy_coeff: 0,
+    loss_scale_factor: <number>,
     clip_ratio_low: 0.2, clip_ratio_high: 0.2, clip_ratio_c: 3.0, policy_loss: {loss_mode: vanilla},
     use_kl_loss: false, kl_loss_coef: 0.001, kl_loss_type: low_var_kl,
     optim: {lr: 1.0e-6, betas: [0.9, 0.999], weight_decay: 0.01, lr_warmup_steps: -1,
@@ -29,7 +30,8 @@ actor_rollout_ref:
   rollout:
     {n: 1, temperature: 1.0, top_p: 1.0, top_k: -1, name: vllm, gpu_memory_utilization: 0.5,
     tensor_model_parallel_size: 2, val_kwargs: {temperature: 0, do_sample: false, n: 1}}
-  model: {enable_gradient_checkpointing: true, lora_rank: 0, lora_alpha: 16}
+  model: {enable_gradient_checkpointing: true, lora_rank: 0, lora_alpha: 16,
+    lora: {rank: 0, alpha: 32, dropout: 0.0}}
 critic: {optim: {lr: 1.0e-5}, cliprange_value: 0.5}
 algorithm:
   {adv_estimator: gae, gamma: 1.0, lam: 1.0, norm_adv_by_std_in_grpo: true, use_kl_in_reward: false,
@@ -37,7 +39,9 @@ algorithm:
   filter_groups: {max_num_gen_batches: 0}, rollout_correction: {rollout_is_threshold: 2.0}}
 reward:
   {custom_reward_function: {name: compute_score}, reward_kwargs: {overlong_buffer_cfg: {penalty_factor: 1.0}}}
-trainer: {total_epochs: 30, save_freq: -1, test_freq: -1, resume_mode: auto, logger: [console, wandb]}
+trainer:
+  {total_epochs: 30, total_training_steps: <number>, max_actor_ckpt_to_keep: <number>, save_freq: -1,
+  test_freq: -1, resume_mode: auto, logger: [console, wandb]}
 """
 MOVED: Mapping[str, str] = {
     "custom_reward_function.": "reward.custom_reward_function.",
@@ -88,6 +92,8 @@ _TYPES = {
 }
 """Estimator -> our type."""
 _ESTIMATES = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_MEGATRON_LINEAR = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+"""Megatron's names of all linear layers."""
 _CONFIGURATIONS = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's own configurations, which hold its defaults."""
 _MOST_SOURCES = 32
@@ -150,7 +156,8 @@ def _overrides(
 
 def tasks(c: Conversion) -> None:
     """Write a task per file, or per source in a file."""
-    files, held_out = _list(c.dataset or c.get("data.train_files")), _list(c.get("data.val_files"))
+    files, held_out = (list(filter(None, c.texts(f"data.{name}_files"))) for name in ("train", "val"))
+    files = [c.dataset] if c.dataset else files
     c.need(files, "data set", "data.train_files", instead="--dataset")
     entries = rewards(c)
     weights = c.weights_by_rows(files)
@@ -340,6 +347,15 @@ def model(c: Conversion) -> None:
         c.carry("model.lora.alpha", f"{_M}.lora_alpha", float)
         if isinstance(c.get(f"{_M}.target_modules"), str):
             c.carry("model.lora.target_modules", f"{_M}.target_modules")
+    elif c.get(f"{_M}.lora.rank"):  # of Megatron
+        c.carry("model.lora.rank", f"{_M}.lora.rank")
+        c.carry("model.lora.alpha", f"{_M}.lora.alpha", float)
+        c.carry("model.lora.dropout", f"{_M}.lora.dropout", float)
+        modules = c.texts(f"{_M}.lora.target_modules")
+        if {*modules} in (set(), {"all-linear"}, _MEGATRON_LINEAR):
+            c.put("model.lora.target_modules", "all-linear", f"{_M}.lora.target_modules")
+        else:
+            c.leave(f"{_M}.lora.target_modules", say.MEGATRON_NAMES)
 
 
 def sampling(c: Conversion) -> None:
@@ -393,15 +409,12 @@ def resume(c: Conversion) -> None:
         c.leave("trainer.resume_mode", say.NO_RESUME)
 
 
-def _list(value: Any) -> list[str]:
-    return [] if not value else [value] if isinstance(value, str) else [str(item) for item in value]
-
-
 VERL = Source(
     name="verl 0.9 (main_ppo)",
     read=read,
     defaults=DEFAULTS,
     reasons=REASONS,
+    counts=("data.train_batch_size", f"{_A}.ppo_mini_batch_size"),
     table=(
         tasks,
         algorithm,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -520,7 +521,7 @@ def test_options_that_come_from_a_command_line_are_told(tmp_path: Path) -> None:
         """
         script, config, model = TrlParser((A, GRPOConfig, B)).parse_args_and_config()
         config.beta = 0.5
-        rows = load_dataset("org/rows", split="train").train_test_split(0.1)
+        rows = load_dataset("org/rows", split="train").train_test_split(0.2)
         GRPOTrainer(model=model.model_name_or_path, args=config, reward_funcs="R",
             train_dataset=rows["train"], eval_dataset=rows["test"])
         """,
@@ -567,9 +568,103 @@ def test_a_launch_script_of_trl_is_answered_by_what_is_read(tmp_path: Path) -> N
     file.write_text("accelerate launch grpo.py --beta 0.1\n")
     with pytest.raises(ConfigError, match=r"command line .*YAML.*Python script"):
         convert(TRL, file)
-    (tmp_path / "grpo.yaml").write_text("datasets: [{path: org/a}]\n")
+    (tmp_path / "grpo.yaml").write_text("datasets: [{name: org/a}]\n")
     with pytest.raises(ConfigError, match=r"no data set .*datasets is .*org/a"):
         convert(TRL, tmp_path / "grpo.yaml")
+
+
+def test_a_mixture_of_trl_is_a_task_per_data_set_drawn_by_rows(tmp_path: Path) -> None:
+    for name, number in (("long", 20), ("short", 5)):
+        (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a"}\n' * number)
+    parts = [
+        {"path": "json", "data_files": str(tmp_path / "long.jsonl")},
+        {
+            "path": "json",
+            "data_files": str(tmp_path / "short.jsonl"),
+            "split": "train",
+            "columns": ["prompt"],
+        },
+    ]
+    file = tmp_path / "grpo.yaml"
+    given = {"datasets": parts, "dataset_name": "org/ignored", "num_train_epochs": 2, "num_generations": 8}
+    file.write_text(json.dumps({**given, "test_split_size": 0.1}))
+    c = convert(TRL, file, reward="exact_match")
+    assert {name: task["weight"] for name, task in c.tasks.items()} == {"long": 20.0, "short": 5.0}
+    assert (c.run["scheduler.policy"], c.run["max_steps"]) == ("static", 2 * 25)
+    assert any(option == "test_split_size" and "a tenth" in differs for option, _, differs in c.taken)
+    parts = [{"path": "org/a", "name": "main", "split": "test"}, {"path": "org/b"}]
+    file.write_text(json.dumps({"datasets": parts, "test_split_size": 0.3}))
+    c = convert(TRL, file, reward="exact_match")
+    assert c.tasks["a"] == {
+        **{"dataset": "org/a", "dataset_config": {"name": "main"}, "split": "test", "weight": 1.0},
+        "rewards": [{"plugin": "exact_match"}],
+    }
+    assert any(option == "datasets" and "weights by rows" in differs for option, _, differs in c.taken)
+    assert "a tenth" in c.left["test_split_size"]
+
+
+@pytest.mark.parametrize(
+    ("mixed", "weights"),
+    [
+        ("concatenate_datasets([a, b])", [1.0, 1.0]),
+        ("interleave_datasets([a, b], seed=1)", [1.0, 1.0]),
+        ("interleave_datasets([a, b], probabilities=[0.3, 0.7]).shuffle(seed=2)", [0.3, 0.7]),
+    ],
+)
+def test_data_sets_that_a_script_of_trl_mixes_become_tasks(
+    mixed: str, weights: list[float], tmp_path: Path
+) -> None:
+    c = script_of_trl(
+        tmp_path,
+        f"""
+        a = load_dataset("org/a", split="train")
+        b = load_dataset("org/b", "main", split="train")
+        rows = {mixed}
+        GRPOTrainer(model="M", reward_funcs="R", args=GRPOConfig(), train_dataset=rows)
+        """,
+    )
+    assert [task["weight"] for task in c.tasks.values()] == weights
+    assert c.tasks["b"]["dataset_config"] == {"name": "main"}
+    assert "train_dataset" not in c.left
+    assert "--rows N" in c.left["num_train_epochs"]
+
+
+@pytest.mark.parametrize(
+    ("size", "trained", "is_same"),
+    [
+        ("0.1", "train", True),
+        ("test_size=0.1, seed=4", "train", True),
+        ("0.1", "test", False),
+        ("0.2", "train", False),
+        ("0.1, stratify_by_column='kind'", "train", False),
+    ],
+)
+def test_a_tenth_that_a_script_of_trl_holds_out_is_held_out_here(
+    size: str, trained: str, is_same: bool, tmp_path: Path
+) -> None:
+    c = script_of_trl(
+        tmp_path,
+        f"""
+        rows = load_dataset("org/rows", split="train").train_test_split({size})
+        GRPOTrainer(model="M", reward_funcs="R", args=GRPOConfig(), train_dataset=rows["{trained}"],
+            eval_dataset=rows["test"])
+        """,
+    )
+    assert c.tasks["rows"].keys() == {"dataset", "rewards"}
+    assert ("train_dataset" not in c.left) == is_same
+    assert any(option == "train_test_split" for option, _, _ in c.taken) == is_same
+
+
+def test_adapters_of_megatron_in_verl_are_adapters(tmp_path: Path) -> None:
+    lora = "actor_rollout_ref.model.lora"
+    c = verl(
+        tmp_path, f"{lora}.rank=8", f"{lora}.target_modules=[linear_qkv,linear_proj,linear_fc1,linear_fc2]"
+    )
+    keys = ("rank", "alpha", "dropout", "target_modules")
+    assert [c.run[f"model.lora.{key}"] for key in keys] == [8, 32.0, 0.0, "all-linear"]
+    c = verl(tmp_path, f"{lora}.rank=8", f"{lora}.target_modules=[linear_qkv]")
+    assert "Megatron" in c.left[f"{lora}.target_modules"]
+    assert "model.lora.rank" not in verl(tmp_path, f"{lora}.rank=0").run
 
 
 def test_a_data_set_that_no_file_holds_is_named(tmp_path: Path) -> None:
@@ -625,11 +720,35 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
     assert "40 sources" in many.left["column data_source"]
 
 
-def test_a_value_of_another_kind_is_refused_by_its_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.train_batch_size: expected a number, got 'lots'"):
-        verl(tmp_path, "data.train_batch_size=lots")
-    with pytest.raises(ConfigError, match=r"use_vllm: expected true or false, got 'maybe'"):
-        trl(tmp_path, use_vllm="maybe")
+@pytest.mark.parametrize(
+    ("source", "given", "told"),
+    [
+        (trl, {"use_vllm": "maybe"}, "use_vllm: expected true or false, got 'maybe'"),
+        (trl, {"delta": "lots"}, "delta: expected a number, got 'lots'"),
+        (trl, {"model_init_kwargs": 3}, "model_init_kwargs: expected a mapping, got 3"),
+        (trl, {"reward_weights": 2.0}, "reward_weights: expected a list, got 2.0"),
+        (trl, {"steps_per_generation": 0}, "steps_per_generation: expected at least 1, got 0"),
+        (trl, {"generation_batch_size": 4}, "steps_per_generation (0)"),
+        (verl, ["data.train_batch_size=lots"], "data.train_batch_size: expected a number, got 'lots'"),
+        (
+            verl,
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=0"],
+            "mini_batch_size: expected at least 1, got 0",
+        ),
+        (verl, ["data.val_files=3"], "data.val_files: expected a text or a list of texts, got 3"),
+        (verl, ["trainer.total_training_steps=all"], "total_training_steps: expected a number, got 'all'"),
+        (openrlhf, ["--ds.param_dtype fp8"], "ds.param_dtype: 'fp8' is no value that is known here"),
+        (openrlhf, ["--train.batch_size 0"], "train.batch_size: expected at least 1, got 0"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_its_name(
+    tmp_path: Path, source: Any, given: Any, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        source(tmp_path, **given) if source is trl else source(tmp_path, *given)
+
+
+def test_a_number_may_be_a_text(tmp_path: Path) -> None:
     assert trl(tmp_path, num_generations="4").run["batch.group_size"] == 4
 
 
