@@ -125,6 +125,10 @@ class StepHistory:
         for entry in (entry for task in tasks for entry in self._steps.get(task, ())):
             entry |= dict.fromkeys(names, math.nan)
 
+    def remove(self, tasks: Collection[str]) -> None:
+        """Drop the steps of ``tasks``: a resume has removed them."""
+        self._steps = {task: own for task, own in self._steps.items() if task not in tasks}
+
     def rewind(self, step: int) -> None:
         """Drop the steps after the weights of ``step``: a rollback has undone them."""
         for task, entries in self._steps.items():

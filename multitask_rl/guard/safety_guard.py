@@ -89,6 +89,7 @@ class SafetyGuard(Guard):
         """
         section = self._section
         entries = section.monitor_metrics if tasks else ()
+        self._tasks = set(tasks)
         self._watched = build_watched(entries, tasks, self.config.directions, metrics)
         self._settings = DetectorSettings(
             drop=abs(section.threshold_delta),
@@ -328,21 +329,27 @@ class SafetyGuard(Guard):
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh.
 
-        ``renamed``: old task name -> new.
+        ``renamed``: old task name -> new. Tasks that are no longer evaluated are neither culprit nor victim.
         """
         state = _copy(state)
-        self._restore(rename_tasks(state["watched"], renamed))
+        watched = rename_tasks(state["watched"], renamed)
+        self._restore(watched)
+        gone = {key.partition("/")[0] for key in watched} - self._tasks
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
         self._good_at = state["confirmation"]["good_at"]
         self._since_good = state["confirmation"]["since_good"]
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
+        self._history.remove(gone)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
         own = state["response"]
         saved = own["adjustments"]
         saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
         saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
-        self._rungs, self._adjustments = rename_tasks(own["rungs"], renamed), RollbackAdjustments(**saved)
+        saved["weight_factors"] = {t: f for t, f in saved["weight_factors"].items() if t not in gone}
+        has_victim = saved["victim"] not in gone
+        self._adjustments = RollbackAdjustments(**saved) if has_victim else RollbackAdjustments()
+        self._rungs = rename_tasks(own["rungs"], renamed)
         self._slowed, self._slowed_at = RollbackAdjustments(**own["slowed"]), own["slowed_at"]
         self._rollbacks, self._cooldown_until = own["rollbacks"], own["cooldown_until"]
         self._began, self._is_restored = own["began"], own["is_restored"]

@@ -382,6 +382,32 @@ def test_a_task_that_a_resume_no_longer_trains_is_no_culprit(tasks: str) -> None
     assert resumed.weight_factors() == {}, "no other task could get its share"
 
 
+def test_a_task_that_a_resume_removes_is_named_no_more() -> None:
+    guard = _guard("abc")
+    levels = {"a": 0.6, "b": 0.7, "c": 0.5}
+    for step in range(100):
+        if step % 10 == 0:
+            guard.observe(step, _constant(levels, step))
+        guard.record_step(step, {"a": _stats("a", 2), "b": _stats("b", 7), "c": _stats("c", 1)})
+    before = json.loads(json.dumps(guard.state_dict()))
+    guard.observe(100, _constant({**levels, "a": 0.3}, 100))
+    guard.rolled_back(CheckpointInfo(step=90, judged_good=True), step=90)
+    assert guard.weight_factors() == {"a": 2.0, "b": 0.5}
+    after = json.loads(json.dumps(guard.state_dict()))
+
+    resumed = _guard("ac")
+    resumed.load_state_dict(before)
+    assert resumed.observe(100, _constant({"a": 0.3, "c": 0.5}, 100)).adjustments.culprit == "c"
+    resumed.load_state_dict(after)
+    assert resumed.weight_factors() == {"a": 2.0}, "no culprit to hold back"
+    resumed = _guard("bc")
+    resumed.load_state_dict(after)
+    assert resumed.weight_factors() == {}, "no victim that could recover"
+    assert resumed.lr_factor(90) == 0.5
+    decisions = [resumed.observe(step, _constant({"b": 0.7, "c": 0.5}, step)) for step in range(90, 300, 10)]
+    assert all(decision.events == [] for decision in decisions)
+
+
 @pytest.mark.parametrize(
     ("held_out", "rewards"),
     [
