@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -130,6 +131,7 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
                     f"such as +experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of "
                     "--config-dir)"
                 )
+            _empty_mappings(tree, hydra_config.overrides.task)
             try:
                 values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
             except OmegaConfBaseException as error:
@@ -324,6 +326,18 @@ def _is_in_mapping(key: str) -> bool:
     return any(f"{key}.".startswith(f"{name}.") for name, default in config_keys().items() if default == {})
 
 
+def _empty_mappings(tree: DictConfig, overrides: Iterable[str]) -> None:
+    """Empty the mappings that are given as ``{}``, into which Hydra merges nothing; keep what follows."""
+    emptied: list[str] = []
+    given = OverridesParser.create().parse_overrides([text for text in overrides if text[:1] != "~"])
+    for override in given:
+        key, value = override.key_or_group, override.value()
+        is_empty = value == {} and _is_in_mapping(key)
+        if is_empty or any(f"{key}.".startswith(f"{name}.") for name in emptied):
+            OmegaConf.update(tree, key, value, merge=not is_empty, force_add=True)
+            emptied.append(key)
+
+
 _FORMS = {
     "could not be converted to Integer": "a whole number",
     "could not be converted to Float": "a number",
@@ -395,7 +409,7 @@ def _explain(error: Exception) -> str:
         )
     whole = re.match(r"Error merging override ~([\w.]+).* does not support deletion", " ".join(said))
     if whole and _is_in_mapping(whole[1]):
-        hint = f"; take its keys out one by one: ~{whole[1]}.KEY"
+        hint = f"; empty it: {whole[1]}={{}}"
     if "Additional config directory" in said[0]:
         hint = f"; relative to {str(Path.cwd())!r}; give a directory that exists"
     return (

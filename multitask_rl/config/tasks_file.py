@@ -62,8 +62,8 @@ def load_tasks(path: str | Path, overrides: Mapping[str, Any] | None = None) -> 
 
     Args:
         path: the YAML file.
-        overrides: task name -> keys of the file to replace (``{"math": {"weight": 2}}``); mappings merge. A
-            name that the file lacks defines a new task.
+        overrides: task name -> keys of the file to replace (``{"math": {"weight": 2}}``); mappings merge,
+            an empty one replaces. A name that the file lacks defines a new task.
 
     Raises:
         ConfigError: names file, line, key path, the offending value and what is allowed; ``others`` are the
@@ -164,7 +164,7 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
     result = dict(base)
     for key, value in given.items():
         here, old = where.at(key), result.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and value:
             result[key] = _deep_merge(old, value, here)
         else:
             result[key] = value

@@ -18,7 +18,7 @@ from multitask_rl.cli.train import compose_and_run, config_keys
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.errors import ConfigError, GuardStop, TrainingError
-from multitask_rl.records import Prompt, Rollout, Score, Scored
+from multitask_rl.records import Prompt, Rollout, SamplingParams, Score, Scored
 from multitask_rl.run.plan import load_specs
 from multitask_rl.run.store import RunStore
 from multitask_rl.testing.scaffold import KINDS
@@ -76,16 +76,27 @@ def compose(arguments: list[str]) -> RunConfig:
     return seen[-1]
 
 
-def test_keys_of_an_engine_that_a_file_gives_are_taken_out_one_by_one(here: Path) -> None:
+def test_empty_mapping_takes_out_the_keys_that_a_file_gives(here: Path) -> None:
     (here / "experiment").mkdir()
     (here / "experiment/first.yaml").write_text(
         "# @package _global_\nrollout: {engine: vllm, engine_config: {max_num_seqs: 4, seed: 1}}\n"
     )
     first = ["--config-dir", ".", "+experiment=first", "rollout.engine=hf"]
-    with pytest.raises(ConfigError, match=r"out one by one: ~rollout\.engine_config\.KEY"):
+    with pytest.raises(ConfigError, match=r"empty it: rollout\.engine_config=\{\}"):
         compose([*first, "~rollout.engine_config"])
-    keys = ["~rollout.engine_config.max_num_seqs", "~rollout.engine_config.seed"]
-    assert compose([*first, *keys]).rollout.engine_config == {}
+    key = "rollout.engine_config"
+    assert compose([*first, f"{key}={{}}"]).rollout.engine_config == {}
+    emptied = compose([*first, f"{key}.a=1", f"{key}={{}}", f"~{key}.seed", f"{key}.b.c=2"])
+    assert emptied.rollout.engine_config == {"b": {"c": 2}}
+    assert compose([*first, f"~{key}.seed"]).rollout.engine_config == {"max_num_seqs": 4}
+
+
+def test_empty_mapping_takes_out_the_keys_of_a_task(here: Path) -> None:
+    (here / "tasks.yaml").write_text(TASKS + "    sampling: {temperature: 0.5}\n")
+    given = compose(["tasks_file=tasks.yaml", "tasks.words.sampling={}", "tasks.math={}"])
+    specs = load_tasks(given.tasks_file, given.tasks)
+    assert specs["words"].sampling == SamplingParams()
+    assert specs["math"].prompt == "Q: {prompt}"
 
 
 def test_help_lists_every_command_and_costs_nothing() -> None:
