@@ -12,10 +12,11 @@ from typing import Any
 _DECODER = json.JSONDecoder()
 _TAG, _FUNCTION, _LIST = "<tool_call>", "<function=", "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)")
+_CALL = r"<tool_call>(?:(?!<tool_call>).)*?</tool_call>|<function=(?:(?!<function=).)*?</function>"
 _THOUGHT = re.compile(
-    r"\A(?:(?!<think>).)*?</think>"  # the prompt ended with <think>
-    r"|<think>.*?(?:</think>|\Z)|</think>"
-    r"|(?P<call><tool_call>(?:(?!<tool_call>).)*?</tool_call>|<function=(?:(?!<function=).)*?</function>)",
+    # the prompt ended with <think>; atomic: no </think> in a call ends the thought
+    rf"\A(?>{_CALL}|(?!<think>).)*?</think>"
+    rf"|<think>.*?(?:</think>|\Z)|</think>|(?P<call>{_CALL})",
     re.DOTALL,
 )
 _CUT = re.compile(r"\[?\s*\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"(arguments|parameters)\"")
@@ -36,6 +37,7 @@ def read_calls(text: str) -> tuple[str, list[ToolCall]]:
     """Return the text before the first call, and the calls in order; calls in a ``<think>`` block are none.
 
     A block without ``<think>`` begins where the text begins, one without ``</think>`` ends where it ends.
+    Inside ``<tool_call>`` or ``<function=name>`` these marks belong to the call.
 
     A call is ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, Hermes, SmolLM),
     ``<function=name>`` with ``<parameter=name>`` (Qwen Coder), a list or ``name[ARGS]{...}`` behind

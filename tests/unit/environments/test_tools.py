@@ -105,6 +105,7 @@ def call(name, **arguments):
         (f"{call('a')}<think>hm {call('b')}", "a"),
         (f"<think>hm</think>{call('a')}<think>{call('b')}</think>done", "a"),
         (f"hm {call('a')}</think>{call('b')}", "b"),  # the prompt ended with <think>
+        (f"the form <tool_call></think>{call('a')}", "a"),
         (f"<think>the form <tool_call></think>{call('a')}", "a"),
         ("<think>hm</think><function=a></function><think>hm</think>", "a"),
     ],
@@ -113,9 +114,10 @@ def test_a_thought_hides_the_calls_in_it_and_no_other(text, names):
     assert [one.name for one in read_calls(text)[1]] == [*names]
 
 
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>", f"hm {call('a')}</think>"])
 @pytest.mark.parametrize("written", ["<think>", "</think>", "<think>hm</think>"])
-def test_the_marks_of_a_thought_in_an_argument_belong_to_the_argument(written):
-    _, calls = read_calls(f"<think>hm</think>{call('write', text=written)}")
+def test_the_marks_of_a_thought_in_an_argument_belong_to_the_argument(written, thought):
+    _, calls = read_calls(f"{thought}{call('write', text=written)}")
     assert calls[0].arguments == {"text": written}
 
 
