@@ -31,6 +31,8 @@ from multitask_rl.lazy import without_collector
 _LOG = logging.getLogger(__name__)
 _REPORT_EVERY_S = 30.0
 _ROOM_WITHIN_S = 10.0
+_GPUS_WITHIN_S = 60.0
+"""Ray allows a process as long to start."""
 _LOOK_EVERY_S = 1.0
 _MOST_GPUS = 64
 """Most GPUs of one machine."""
@@ -231,7 +233,7 @@ def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
     actors on GPUs that are not in ``devices`` (torch's names; CPUs are ignored) end again.
 
     Raises:
-        ConfigError: one of the GPUs is lent to other work.
+        ConfigError: Ray does not give one of the GPUs: it is lent to other work.
         MissingExtraError, EngineError: as of ``ActorGroup``.
     """
     indices = sorted({int(name.partition(":")[2] or 0) for name in devices if name.startswith("cuda")})
@@ -254,7 +256,7 @@ def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
         for index in waiting:
             group.replace(index)
         held: dict[int, str] = {}
-        until = time.monotonic() + _ROOM_WITHIN_S
+        until = time.monotonic() + _GPUS_WITHIN_S
         while waiting and not own.keys() <= set(held.values()) and time.monotonic() < until:
             placed = {index: () for index in waiting if group.is_placed(index)}
             for index, (name,) in group.call("ids", placed)[0].items():
@@ -265,8 +267,9 @@ def hold_gpus(devices: Iterable[str]) -> Callable[[], None]:
             group.kill(index)
         if lent := [own[name] for name in own if name not in held.values()]:
             raise ConfigError(
-                f"the Ray cluster has lent {', '.join(lent)} of this machine to other work; name other GPUs "
-                "in device_map, or stop that work"
+                f"Ray has not given {', '.join(lent)} of this machine within {_GPUS_WITHIN_S:g} s: it has "
+                "lent them to other work (name other GPUs in device_map, or stop that work), or this machine "
+                "is too busy to start a process (start the run again)"
             )
     except BaseException:
         group.close()

@@ -503,14 +503,17 @@ def test_a_gpu_on_which_the_trainer_computes_is_not_lent(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(group, "_ROOM_WITHIN_S", 120.0)  # a busy machine starts an actor in its own time
+    monkeypatch.setattr(group, "_GPUS_WITHIN_S", 120.0)  # a busy machine starts an actor in its own time
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "1")
         release = group.hold_gpus(["cuda:0", "cpu"])
     other = group.ActorGroup("other", lambda _: LentGpu(), 1, num_cpus=0, num_gpus=1)
     assert other.call("names", {0: ()})[0] == {0: ["0"]}
+    monkeypatch.setattr(group, "_GPUS_WITHIN_S", 1.0)
     monkeypatch.setattr(group, "_ROOM_WITHIN_S", 1.0)
-    with pytest.raises(ConfigError, match=r"has lent cuda:0 of this machine to other work"):
+    with pytest.raises(
+        ConfigError, match=r"not given cuda:0 of this machine within 1 s: .* other work .* busy"
+    ):
         group.hold_gpus(["cuda:0"])
     with pytest.raises(ConfigError, match=r"no room for 1 x another: 1 GPU asked for, 0 free of 2"):
         group.ActorGroup("another", lambda _: LentGpu(), 1, num_cpus=0, num_gpus=1)
