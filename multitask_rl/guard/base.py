@@ -65,6 +65,9 @@ class Guard:
     def forget_rewards(self, tasks: Collection[str]) -> None:
         """Drop the training rewards of ``tasks`` so far: a resume has changed them. Default: nothing."""
 
+    def forget_tasks(self, tasks: Collection[str]) -> None:
+        """Drop the steps of ``tasks``: a resume no longer trains or has them. Default: nothing."""
+
     def observe(
         self, step: int, evaluations: Mapping[str, TaskEvaluation], confirm: Confirm | None = None
     ) -> GuardDecision:

@@ -126,7 +126,7 @@ class StepHistory:
             entry |= dict.fromkeys(names, math.nan)
 
     def remove(self, tasks: Collection[str]) -> None:
-        """Drop the steps of ``tasks``: a resume has removed them."""
+        """Drop the steps of ``tasks``."""
         self._steps = {task: own for task, own in self._steps.items() if task not in tasks}
 
     def rewind(self, step: int) -> None:

@@ -213,6 +213,14 @@ class SafetyGuard(Guard):
         if tasks:
             self._hacking.forget()
 
+    def forget_tasks(self, tasks: Collection[str]) -> None:
+        """See ``Guard``. A task that is not evaluated either is no victim whose recovery others wait for."""
+        self._history.remove(tasks)
+        gone, now = set(tasks) - self._tasks, self._adjustments
+        factors = {task: factor for task, factor in now.weight_factors.items() if task not in gone}
+        is_over = now.victim in gone
+        self._adjustments = RollbackAdjustments() if is_over else replace(now, weight_factors=factors)
+
     def rollback_target(self, checkpoints: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
         """Return the checkpoint to restore: judged good, and at most ``rollback_steps`` old.
 
@@ -266,7 +274,7 @@ class SafetyGuard(Guard):
         self._is_restored, change = True, self._adjustments
         reason = (
             f"rolled back from step {self._step} to {target.step}; learning rate x {change.lr_factor:g} for "
-            f"{change.lr_hold_steps} steps, {shares}data of the window "
+            f"{counted(change.lr_hold_steps, 'step')}, {shares}data of the window "
             f"{'skipped' if change.skip_data else 'seen again'}"
         )
         data = {"from": self._step, "to": target.step, "rollbacks": len(self._rollbacks)}
@@ -329,27 +337,21 @@ class SafetyGuard(Guard):
     def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``state_dict`` after ``bind``, at a resume; tasks added since start fresh.
 
-        ``renamed``: old task name -> new. Tasks that are no longer evaluated are neither culprit nor victim.
+        ``renamed``: old task name -> new.
         """
         state = _copy(state)
-        watched = rename_tasks(state["watched"], renamed)
-        self._restore(watched)
-        gone = {key.partition("/")[0] for key in watched} - self._tasks
+        self._restore(rename_tasks(state["watched"], renamed))
         self._good = rename_tasks(state["confirmation"]["good"], renamed)
         self._good_at = state["confirmation"]["good_at"]
         self._since_good = state["confirmation"]["since_good"]
         self._fresh = rename_tasks(state["confirmation"]["fresh"], renamed)
         self._history.load_state_dict(state["history"], renamed)
-        self._history.remove(gone)
         self._snapshots = [(at, rename_tasks(snapshot, renamed)) for at, snapshot in state["snapshots"]]
         own = state["response"]
         saved = own["adjustments"]
         saved["weight_factors"] = rename_tasks(saved["weight_factors"], renamed)
         saved |= {role: rename_task(saved[role], renamed) for role in ("victim", "culprit")}
-        saved["weight_factors"] = {t: f for t, f in saved["weight_factors"].items() if t not in gone}
-        has_victim = saved["victim"] not in gone
-        self._adjustments = RollbackAdjustments(**saved) if has_victim else RollbackAdjustments()
-        self._rungs = rename_tasks(own["rungs"], renamed)
+        self._rungs, self._adjustments = rename_tasks(own["rungs"], renamed), RollbackAdjustments(**saved)
         self._slowed, self._slowed_at = RollbackAdjustments(**own["slowed"]), own["slowed_at"]
         self._rollbacks, self._cooldown_until = own["rollbacks"], own["cooldown_until"]
         self._began, self._is_restored = own["began"], own["is_restored"]

@@ -94,6 +94,7 @@ class RunState:
             assert guard is not None
             guard.load_state_dict(state, renamed)
             guard.forget_rewards([name for name, task in tasks.items() if task.is_redefined()])
+            guard.forget_tasks(self._untrained)
 
         def load_critic(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> None:
             critic.load_tensors(_fit(tensors, {"trunk.": critic.trunk}), renamed)
@@ -105,6 +106,8 @@ class RunState:
         self.unmeasured: list[str] = []
         """Tasks that the restored checkpoint lacks, or whose primary metric it measures otherwise. One saved
         behind a rollback names them itself: their evaluation at its step comes later."""
+        self._untrained: list[str] = []
+        """Tasks of the restored checkpoint, by their present names, that are not trained now."""
         self._fresh = {name: task.state_dict() for name, task in tasks.items()}
         """State of each task before the run's first step."""
         self._parts: dict[str, _Part | None] = {
@@ -211,6 +214,8 @@ class RunState:
                 task.load_state_dict(known)
             if known is None or known.get("is_unmeasured") or task.has_other_values:
                 self.unmeasured.append(name)
+        trained = {name for name, task in self._tasks.items() if task.stream is not None}
+        self._untrained = sorted({renamed.get(name, name) for name in state} - trained)
         is_same = len(state) == len(self._tasks) and not gone
         self.has_new_tasks = not is_same or any(task.is_redefined() for task in self._tasks.values())
 

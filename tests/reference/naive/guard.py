@@ -224,8 +224,12 @@ class ActingGuard(Guard):
         self.rungs = {key: rung for key, rung in self.rungs.items() if key in watched}
 
     def forget_all_but(self, trained: Sequence[str]) -> None:
-        """Forget steps of tasks that are not trained any more."""
+        """Forget steps of tasks that are not trained any more; answer no fall of a task that is gone."""
         self.history = [{name: x[name] for name in x if name in trained} for x in self.history]
+        there = {*trained, *(key.partition("/")[0] for key in self.watched)}
+        self.factors = {name: factor for name, factor in self.factors.items() if name in there}
+        if self.victim not in there:
+            self.factors, self.victim = {}, ""
 
     def begin_anew(self, key: str) -> None:
         super().begin_anew(key)

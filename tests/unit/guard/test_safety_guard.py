@@ -397,11 +397,14 @@ def test_a_task_that_a_resume_removes_is_named_no_more() -> None:
 
     resumed = _guard("ac")
     resumed.load_state_dict(before)
+    resumed.forget_tasks(["b"])
     assert resumed.observe(100, _constant({"a": 0.3, "c": 0.5}, 100)).adjustments.culprit == "c"
     resumed.load_state_dict(after)
+    resumed.forget_tasks(["b"])
     assert resumed.weight_factors() == {"a": 2.0}, "no culprit to hold back"
     resumed = _guard("bc")
     resumed.load_state_dict(after)
+    resumed.forget_tasks(["a"])
     assert resumed.weight_factors() == {}, "no victim that could recover"
     assert resumed.lr_factor(90) == 0.5
     decisions = [resumed.observe(step, _constant({"b": 0.7, "c": 0.5}, step)) for step in range(90, 300, 10)]
