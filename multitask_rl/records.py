@@ -154,6 +154,8 @@ class Prompt:
     """[P] token ids of ``text``; a conditioned prompt carries its control token here."""
     is_conditioned: bool = False
     """``Algorithm.condition`` has changed ``prompt_ids``; so it does the other contexts of an episode."""
+    is_cut: bool = False
+    """It was too long: ``prompt_ids`` lacks its beginning (held-out prompts only)."""
     given_ids: list[int] | None = None
     """[T] the row's answer, which is trained on (type ``sft``); None = a response is sampled."""
     position: int = 0

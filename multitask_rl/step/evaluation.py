@@ -64,7 +64,8 @@ class Evaluator:
         # before environments add to the prompts: one that fails adds nothing, which would change the hash
         digests = {name: hashlib.blake2b(digest_size=8) for name in names}
         for prompt in prompts:
-            digests[prompt.task].update(json.dumps([prompt.row_id, prompt.text]).encode())
+            cut_to = [self.tasks[prompt.task].max_prompt_tokens] if prompt.is_cut else []
+            digests[prompt.task].update(json.dumps([prompt.row_id, prompt.text, *cut_to]).encode())
         scored = DataFlow(stages)(prompts)
         self.tally.note(scored)
         self.scorer.metrics()  # begins a new count, so that the next step's numbers are its own

@@ -128,7 +128,7 @@ class TaskState:
 
     @property
     def measuring(self) -> str:
-        """Hash of the held-out rows, the form of their prompts and the sampling of evaluations."""
+        """Hash of the held-out rows, the form and most tokens of their prompts, and the sampling."""
         spec, sampling = self.spec, sampling_hash(self.eval_sampling, ())
         form = [
             spec.prompt,
@@ -137,6 +137,7 @@ class TaskState:
             spec.chat_template_kwargs,
             spec.tools_column,
             spec.answer,
+            self.max_prompt_tokens,
         ]
         return fingerprint([{"rows": fingerprint(self.eval_rows), "form": form, "sampling": sampling}])
 
@@ -459,7 +460,7 @@ def render_rows(task: TaskState, rows: Sequence[Row], actor: Actor) -> list[Prom
         prompt = render(task, row, index, actor, evaluation=True)
         if limit and len(prompt.prompt_ids) > limit:
             num_long += 1
-            prompt.prompt_ids = prompt.prompt_ids[-limit:]
+            prompt.is_cut, prompt.prompt_ids = True, prompt.prompt_ids[-limit:]
         _condition(task, prompt, evaluation=True)
         prompts.append(prompt)
     if num_long:

@@ -68,6 +68,34 @@ class Freezes(Guard):
         return {"digit": 0.0}
 
 
+class Forgets(Guard):
+    """Remembers which tasks it was told to forget."""
+
+    def observe(self, step, evaluations, confirm=None):
+        return GuardDecision(judged_good=True)
+
+    def forget_tasks(self, tasks):
+        self.forgotten = tasks
+
+
+def test_a_guard_is_told_the_tasks_that_a_resume_trains_no_more(tmp_path):
+    """By the names that they have now."""
+    more = DIGIT.replace("digit: {", "more: {")
+    last = DIGIT.replace("digit: {", "last: {")
+    write_run(tmp_path, COPY + DIGIT + more + last, num_rows=40)
+    with Trainer.from_config(run_config(tmp_path, "out", 2, **SMALL)) as trainer:
+        trainer.add_guard(Forgets())
+        trainer.train()
+    kept = last.replace("last: {", "kept: {renamed_from: last, evaluation_only: true, ")
+    (tmp_path / "tasks.yaml").write_text(
+        COPY.replace("copy: {", "other: {renamed_from: copy, ") + more + kept
+    )
+    with Trainer.from_config(run_config(tmp_path, "out", 4, **SMALL)) as trainer:
+        trainer.add_guard(guard := Forgets())
+        trainer.train()
+    assert guard.forgotten == ["digit", "kept"]
+
+
 @pytest.mark.parametrize("guard", [GuardConfig(enabled=False), GuardConfig()], ids=["off", "another"])
 def test_a_task_that_the_guard_froze_is_trained_again_once_that_guard_is_gone(tmp_path, guard):
     write_run(tmp_path, COPY + DIGIT, num_rows=40)
@@ -848,11 +876,15 @@ OTHER_EVALUATIONS = {
     "greedy": {"eval": EvalConfig(every=1, num_prompts=40, temperature=0.0)},
     "other rows": {"HELD": "digit"},
     "other prompts": {"PROMPT": ", prompt: 'b{prompt}'"},
+    "cut prompts": {"rollout": RolloutConfig(max_new_tokens=4, max_prompt_tokens=6)},
 }
 
 
 def measured_alike(directory, steps, *, HELD="copy", PROMPT="", **changed):
     write_run(directory, MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT), num_rows=60)
+    short = lines(directory, "copy.jsonl")
+    long = [row.replace('"prompt": "', '"prompt": "bbbb') for row in short[::2]]
+    (directory / "copy.jsonl").write_text("\n".join([*long, *short[1::2]]))
     with (directory / "rewards.py").open("a") as file:
         file.write(
             "\n\n@with_traits(isolate=False, low=0.0, high=1.0)\n"
