@@ -30,8 +30,9 @@ def foretell(config: RunConfig) -> bool:
     millions, trained = shape.parameters / 1e6, shape.trainable / 1e6
     print(f"model: {millions:,.1f} M parameters, {trained:,.1f} M trained, on {device}")
     print(
-        f"a step: {work.samples:.0f} responses of at most {work.new_tokens:.0f} tokens to {work.prompts:.0f} "
-        f"prompts of {work.prompt_tokens:.0f} (means); shorter responses need less of all that follows"
+        f"a step: {counted(round(work.samples), 'response')} of at most {work.new_tokens:.0f} tokens to "
+        f"{counted(round(work.prompts), 'prompt')} of {work.prompt_tokens:.0f} (means); "
+        "shorter responses need less of all that follows"
     )
     whole = torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else 0
     memory = estimate.estimate_memory(plan, shape, work, whole)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.records import Direction, Scored, Statistic
@@ -75,7 +76,7 @@ def constraint_warnings(
                 number = f"{smallest_number(limit)} (eval.num_prompts and as many rows)"
                 remedy = f"evaluate on {number} or raise the limit"
             warnings.append(
-                f"constraint {name!r}: {num_prompts} held-out prompts without a single violation bound "
+                f"constraint {name!r}: no violation in {counted(num_prompts, 'held-out prompt')} bounds "
                 f"the rate by {rate_upper_bound(0, num_prompts):.3g}, so the limit "
                 f"{limit:g} never counts as satisfied; {remedy}"
             )

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.checks import is_file
 from multitask_rl.config.run import dotted
 from multitask_rl.config.schema.located_yaml import load_yaml
@@ -246,7 +247,8 @@ def _rows(
             own["tests"] = tests
         found.append(own)
     if num_texts:
-        c.left[f"messages of {domain}"] = f"{num_texts} rows have a text that is no list of messages"
+        told = f"{counted(num_texts, 'row')} with a text that is no list of messages"
+        c.left[f"messages of {domain}"] = told
     if missing := len(rows) - len(found):
         told = f"{missing} of {len(rows)} rows have tests of another kind than programs run by their input"
         c.left[f"rows of {domain}"] = f"{told} or single assert statements"

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.schema.ranges import Count, Natural, PositiveFraction, Settings
 from multitask_rl.curriculum.quotas import normalise
 from multitask_rl.curriculum.signal import REWARD_SCORE, TaskTrace
@@ -162,7 +163,7 @@ class SchedulerPolicy:
     def _reason(self, task: str, trace: TaskTrace) -> str:
         return (
             f"level {trace.level:.2f} +- {trace.level_error:.2f} of target {self.targets[task]:.2f} after "
-            f"{trace.prompts} prompts, {trace.informative:.0%} of its groups informative"
+            f"{counted(trace.prompts, 'prompt')}, {trace.informative:.0%} of its groups informative"
         )
 
     def deficit(self, task: str) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.checks import is_data_path
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
@@ -57,8 +58,9 @@ class TaskDataLoader:
             if tag not in names:
                 count = sum(len(rows) for rows in splits.values())
                 raise DataError(
-                    f"{count} rows of the data set carry task: {tag!r}, which is no task of this run"
-                    f"{suggest(tag, names)} (tasks: {', '.join(names)}); add the task or leave the rows out"
+                    f"the data set has {counted(count, 'row')} with task: {tag!r}, which is no task of this "
+                    f"run{suggest(tag, names)} (tasks: {', '.join(names)}); add the task or leave the "
+                    "rows out"
                 )
 
 
@@ -88,8 +90,8 @@ def get_dataloader(
         count = sum(len(rows) for rows in splits[""].values())
         source = repr(str(dataset_path)) if isinstance(dataset_path, (str, Path)) else "the data set"
         raise DataError(
-            f"{count} rows of {source} have no 'task'; every row of a multi-task data set names its task "
-            f"(tasks found: {', '.join(t for t in splits if t) or 'none'})"
+            f"{source} has {counted(count, 'row')} without 'task'; every row of a multi-task data set names "
+            f"its task (tasks found: {', '.join(t for t in splits if t) or 'none'})"
         )
     given = dict(task_weights or {})
     fill_weights(list(splits), given)  # refuses what cannot be weights

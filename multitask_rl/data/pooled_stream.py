@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.task import PASS_RATE, CurriculumSpec, TaskSpec
 from multitask_rl.curriculum.difficulty import PoolEstimate, RewardRange, pool_shares
 from multitask_rl.curriculum.quotas import apportion
@@ -221,7 +222,7 @@ class PooledStream(PromptStream):
         label = "never asked" if name == UNSEEN else self._labels[int(name)]
         reason = (
             f"share of pool {name} ({label}) {before[name]:.2f} -> {shares[name]:.2f}: "
-            f"{len(self._pools[name])} prompts, {known}, "
+            f"{counted(len(self._pools[name]), 'prompt')}, {known}, "
             f"learnability {estimate.learnability(self._scale):.3f}"
         )
         data = {

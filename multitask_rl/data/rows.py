@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence, Sized
 from numbers import Real
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.checks import GENERATOR_PREFIX, is_data_path
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import (
@@ -96,10 +97,10 @@ def _read_and_split(spec: TaskSpec, own: Mapping[str, Rows] | None, train_split:
     for name, rows in splits.items():
         if rows and name not in ("", "train", wanted, spec.eval_split, *EVAL_SPLITS):
             logger.warning(
-                "task %r: %d rows of split %r are used nowhere (split: %s, held out: %s); eval_split: %s "
-                "holds them out",
+                "task %r: %s of split %r: used nowhere (split: %s, held out: %s); eval_split: %s holds "
+                "them out",
                 spec.name,
-                len(rows),
+                counted(len(rows), "row"),
                 name,
                 wanted,
                 spec.eval_split or "validation, dev, test, or a tenth",
@@ -216,7 +217,7 @@ def _select(spec: TaskSpec, splits: Mapping[str, Rows], source: str) -> dict[str
             have.append(f"{column} has {', '.join(values[:8])}{more}" if values else f"no row has {column}")
         is_streamed = any(isinstance(rows, StreamedRows) for rows in splits.values())
         of = (
-            f"none of the first {len(known)} rows of {source} has"
+            f"none of the first rows of {source} ({len(known)}) has"
             if is_streamed
             else f"no row of {source} has"
         )
@@ -297,7 +298,7 @@ def _rows_of_plugin(spec: TaskSpec, name: str, task: Any, split: str) -> Rows:
 def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     rows = splits.get(split) or ()
     if not rows:
-        have = ", ".join(f"{name or '(none)'}: {len(r)} rows" for name, r in splits.items())
+        have = ", ".join(f"{name or '(none)'}: {counted(len(r), 'row')}" for name, r in splits.items())
         raise DataError(
             f"{spec.where} has no rows of split {split!r} "
             f"(there are {have}); set 'split' or 'eval_split' to one that has"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from multitask_rl.attention.float32 import use_float32_attention
 from multitask_rl.attention.products import multiply_with_onednn
-from multitask_rl.boundary.printable import first_line
+from multitask_rl.boundary.printable import counted, first_line
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.errors import CheckpointError, ConfigError
@@ -368,8 +368,8 @@ def copy_weights(
     wrong += [name for name in weights if name not in own and name not in tied]
     if wrong:
         raise CheckpointError(
-            f"the checkpoint belongs to another model: {len(wrong)} weights differ in shape or are in "
-            f"one of the two only, the first is {wrong[0]!r}"
+            f"the checkpoint belongs to another model: {counted(len(wrong), 'weight')} of another shape or "
+            f"in one of the two only, the first is {wrong[0]!r}"
         )
     if parts is not None:
         parts.load(weights)

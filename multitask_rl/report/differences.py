@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.run import dotted
 from multitask_rl.records import Direction
 from multitask_rl.statistics.definitions import are_different, definition_of, is_comparable, measured
@@ -109,7 +110,7 @@ def _why_nothing_is_said(pair: Pair, difference: Difference) -> str:
         if all(a == b for a, b in pairs if math.isfinite(a - b)):
             return f"no difference: all {difference.n} pairs are equal" if difference.n else ""
     if difference.n and math.isnan(difference.p_value):
-        return f"no verdict: {difference.n} values are too few for p < 5 %, whatever they are"
+        return f"no verdict: {counted(difference.n, 'value')}, too few for p < 5 % whatever they are"
     if difference.n and math.isnan(difference.low):
         return f"no interval: the {'differences' if pair.paired else 'values'} do not vary"
     return ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from multitask_rl.boundary.interrupts import finishing, interruptible
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.constraints.satisfaction import PREFIX
@@ -327,8 +328,9 @@ class Supervisor:
         found = self._read(guard.rollback_target)
         if found is None:
             reason = (
-                f"no checkpoint judged good within {guard.rollback_steps} steps of {self.progress.step} is "
-                "better than these weights: the run goes on from them with the guard's adjustments alone"
+                f"no checkpoint judged good within {counted(guard.rollback_steps, 'step')} of "
+                f"{self.progress.step} is better than these weights: the run goes on from them "
+                "with the guard's adjustments alone"
             )
             self.note([Event(step=self.progress.step, source="guard", kind="warn", reason=reason)])
             return False

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
@@ -162,7 +163,9 @@ class Grader:
                 failure = replace(failure, message=message)
             return [failure] * len(rollouts)
         if len(raw) != len(rollouts):
-            failure = failed(f"returned {len(raw)} results for {len(rollouts)} rollouts", self.source)
+            failure = failed(
+                f"returned {counted(len(raw), 'result')} for {counted(len(rollouts), 'rollout')}", self.source
+            )
             return [failure] * len(rollouts)
         if self._is_reward:
             return [to_result(value, self.traits, self.source) for value in raw]

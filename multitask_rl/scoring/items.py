@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.results import Result
 
@@ -254,7 +255,8 @@ class CircuitBreaker:
         """Count an ``infra`` failure after all retries; several in a row open the breaker."""
         self._infra += 1
         if self._infra >= (1 if self.suspicious else INFRA_IN_A_ROW):
-            self.open(FailureKind.infra, f"{self._infra} infrastructure failures in a row ({message})")
+            told = f"{counted(self._infra, 'infrastructure failure')} in a row ({message})"
+            self.open(FailureKind.infra, told)
 
     def open(self, kind: FailureKind, reason: str) -> None:
         """Fail samples with ``kind`` and ``reason`` for a time that doubles with each opening."""

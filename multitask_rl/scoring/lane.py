@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.grader import PluginFacts
 from multitask_rl.scoring.items import STALL_S, Call, CircuitBreaker, Item, Limiter, Runner
@@ -227,7 +228,7 @@ class Lane:
                 item.deaths += 1
                 item.crashes += not outside
                 item.spent += 0.0 if outside else (time.monotonic() - call.began) / len(suspects)
-                message = f"the worker process {reason} {item.deaths} times while scoring {what}"
+                message = f"the worker process {reason} {counted(item.deaths, 'time')} while scoring {what}"
                 failure = self._failure(FailureKind.infra, message)
                 if item.subject is not None and not outside:
                     self._set_result(item, failure)

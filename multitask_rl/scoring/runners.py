@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.records import Failure, Rollout, Verdict
 from multitask_rl.scoring.grader import PluginPlan
@@ -146,7 +147,7 @@ class ProcessRunner(Runner):
             except MultitaskRLError:
                 self._drop(worker)
                 raise
-        raise OSError(f"it {reason} while starting, {max(1, crashes + kills)} times in a row")
+        raise OSError(f"it {reason} while starting ({counted(max(1, crashes + kills), 'time')} in a row)")
 
     def _drop(self, worker: WorkerProcess) -> None:
         with self._lock:

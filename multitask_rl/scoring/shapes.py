@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.contracts import PluginTraits
@@ -201,7 +202,7 @@ class FunctionPlugin:
         values = list(values)
         if len(values) != len(arguments):
             # Not raised: after an error the grader would divide the batch.
-            message = f"returned {len(values)} results for {len(arguments)} responses"
+            message = f"returned {counted(len(values), 'result')} for {counted(len(arguments), 'response')}"
             return [failed(message, self.label)] * len(arguments)
         return values
 

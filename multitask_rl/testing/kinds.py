@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.algorithms.base import Algorithm, Credit, CreditBatch, LossOutput, TokenBatch, check_result
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.run import GuardConfig, TrackingConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.config.tasks_file import parse_tasks
@@ -285,7 +286,7 @@ def check_task(plugin: str, config: Mapping[str, Any] | None = None) -> list[Fin
             spec, part = load(split)
             check_rows(spec, part)
             sizes.append(len(part))
-        return "" if all(sizes) else f"{sizes[0]} rows to train on, {sizes[1]} held out"
+        return "" if all(sizes) else f"{counted(sizes[0], 'row')} to train on, {sizes[1]} held out"
 
     def again() -> str:
         same = list(load("train")[1]) == list(load("train")[1])

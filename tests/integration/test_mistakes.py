@@ -342,7 +342,7 @@ MISTAKES = {
     "too few rewards": (
         TRAIN,
         reward("def score(responses: list[str]):\n    return [1.0]\n"),
-        ["task 'copy'", "returned 1 results for", "mend the plugin"],
+        ["task 'copy'", "returned 1 result for", "mend the plugin"],
     ),
     "no return": (
         TRAIN,

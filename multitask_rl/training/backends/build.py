@@ -108,7 +108,7 @@ class TorchBackend(TrainingBackend):
         if started := torchrun_size():
             if started != len(devices) or config.executor != "local":
                 raise ConfigError(
-                    f"torchrun started {started} processes, and device_map.actor names {len(devices)} "
+                    f"torchrun's number of processes is {started}, and device_map.actor names {len(devices)} "
                     f"devices with executor={config.executor}; make the two numbers equal (executor=local), "
                     "or start without torchrun"
                 )

@@ -21,6 +21,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.devices import actor_devices, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.ranges import OneOf, Settings
@@ -252,7 +253,7 @@ class ZeroShards(Shards):
         missing = [name for name, parameter, number in found if parameter.requires_grad and not number]
         if missing:
             raise TrainingError(
-                f"{_WHERE}: {len(missing)} weights got no gradient in this update, the first is "
+                f"{_WHERE}: {counted(len(missing), 'weight')} got no gradient in this update, the first is "
                 f"{missing[0]!r}. DeepSpeed would move them by their momentum, as nothing else here does; "
                 "set training.backend=torch with device_map.actor='... sharded'"
             )

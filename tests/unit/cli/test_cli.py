@@ -208,7 +208,7 @@ def test_validate_finds_a_batch_function_that_gives_one_result_for_any_batch(
 ) -> None:
     (here / "one.py").write_text("def mean(responses): return [sum(map(len, responses)) / len(responses)]\n")
     assert main(["tasks", "validate", "tasks.yaml", "tasks.math.rewards=[one.py:mean]"]) == 2
-    assert "'mean' fails on the first row (grader: returned 1 results for 2" in capsys.readouterr().err
+    assert "'mean' fails on the first row (grader: returned 1 result for 2" in capsys.readouterr().err
 
 
 def test_validate_tells_the_mistakes_of_all_tasks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -420,7 +420,7 @@ def test_a_row_without_interval_or_verdict_says_why(
     assert main_compare([str(base), str(other)]) == 0
     told = capsys.readouterr().out.splitlines()
     assert "equal: no difference: all 9 pairs are equal" in told
-    assert "few: no verdict: 2 values are too few for p < 5 %, whatever they are" in told
+    assert "few: no verdict: 2 values, too few for p < 5 % whatever they are" in told
     assert "steady: no interval: the differences do not vary" in told
     assert not any(line.startswith("varied: ") for line in told)
 

@@ -105,7 +105,7 @@ def test_messages_are_read_in_the_column_that_roll_names(tmp_path: Path) -> None
     assert c.task["prompt"] == "{chat}"
     written = [json.loads(line) for line in c.files["data/math_rule.jsonl"].splitlines()]
     assert [row["chat"] for row in written] == [said, "12"]
-    assert "1 rows have a text" in c.left["messages of math_rule"]
+    assert "1 row with a text" in c.left["messages of math_rule"]
     c = roll(tmp_path, data={"messages": None, "prompt": "question"})
     assert (c.task["prompt"], c.task["chat"]) == ("{question}", False), "ROLL applies no chat template"
 

@@ -56,7 +56,7 @@ def write(folder: Path, body: str) -> str:
             "    return float(threading.current_thread() is threading.main_thread())",
             "the same from another thread",
         ),
-        ("def f(responses, reference): return [1.0]", "returned 1 results for 8 responses"),
+        ("def f(responses, reference): return [1.0]", "returned 1 result for 8 responses"),
         ("def f(response): return None", "a response gets a score: every result is None"),
         (
             "def f(response, rollout, **row):\n    rollout.row['reference'] = 'x'\n    return 1.0",

@@ -173,9 +173,9 @@ def test_rows_of_another_vocabulary_are_not_taken_for_control_tokens(tmp_path) -
     other = build_actor(vocab_size=60)
     other.add_control_tokens(14)
     assert other.model.config.vocab_size == 61
-    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weight"):
         other.load_weights(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="belongs to another model: 1 weights"):
+    with pytest.raises(CheckpointError, match="belongs to another model: 1 weight"):
         build_actor().load_weights(tmp_path / "conditioned")
     shifted = build_actor()
     shifted.tokenizer.add_tokens(["another"])

@@ -135,7 +135,7 @@ def test_no_samples_move_nothing_and_a_weight_without_gradient_is_refused():
     odd.model.unused = torch.nn.Parameter(torch.ones(3))
     group = bench(3, actor=odd)
     try:
-        with pytest.raises(TrainingError, match=r"1 weights got no gradient .* 'unused'"):
+        with pytest.raises(TrainingError, match=r"1 weight got no gradient .* 'unused'"):
             group.update(scored)
     finally:
         group.backend.close()
