@@ -16,6 +16,7 @@ import pickle
 import shutil
 import signal
 import tempfile
+import traceback
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -494,13 +495,26 @@ class ActorGroup:
             # Ray's 15 would leave actors 3 % of a CPU that another process uses; the trainer waits for them
             os.environ.setdefault("RAY_worker_niceness", "0")
             where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
+        else:  # `ray start` asks for the token as soon as this user has one; for an address Ray does not send it
+            with contextlib.suppress(ImportError):
+                from ray._private.authentication import authentication_token_setup as tokens
+
+                tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         try:
             with _keeping_sigterm():
                 ray.init(**where, logging_level=logging.WARNING, log_to_driver=False)
         except Exception as error:
+            advice = (
+                "On a machine with much other work its own limit of 30 s can be too short: start the same "
+                "command again"
+            )
+            if "AuthenticationError" in "".join(traceback.format_exception(error)):
+                advice = (
+                    "The cluster asks for another token than this process has: give the one of its head node "
+                    "(`ray get-auth-token` there) in RAY_AUTH_TOKEN, with RAY_AUTH_MODE=token"
+                )
             raise EngineError(
-                f"Ray does not start (address {where['address']!r}): {error} On a machine with much other "
-                "work its own limit of 30 s can be too short: start the same command again"
+                f"Ray does not start (address {where['address']!r}): {error} {advice}"
             ) from error
 
     @staticmethod

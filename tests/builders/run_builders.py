@@ -223,7 +223,7 @@ def weights_hash(trainer: Trainer) -> str:
     """Return a hash of the actor's weights and the critic's."""
     digest = hashlib.blake2b()
     for parameter in [*trainer.actor.model.parameters(), *trainer.critic.parameters()]:
-        digest.update(parameter.detach().numpy().tobytes())
+        digest.update(parameter.detach().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

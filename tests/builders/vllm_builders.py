@@ -25,7 +25,7 @@ def small_tokenizer() -> Any:
 def small_model(tie: bool) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = Qwen2Config(
             vocab_size=len(small_tokenizer()),

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 from importlib.util import find_spec
@@ -75,6 +77,52 @@ def test_a_run_on_ray_equals_the_run_in_process_and_leaves_nothing_of_ray(tmp_pa
     assert same[0] == same[1]
     rows = [json.loads(line) for line in (tmp_path / "ray" / "rollouts.jsonl").read_text().splitlines()]
     assert_episodes_keep_their_limits([row for row in rows if row["task"] == "echo"], build_tokenizer())
+
+
+DRIVER = """
+from multitask_rl.executor.group import ActorGroup
+ActorGroup("pool", lambda index: [], 1, num_cpus=1, num_gpus=0.0).close()
+print("joined")
+"""
+
+
+def test_a_cluster_that_asks_for_a_token_is_joined_with_it_and_refuses_by_name_without(tmp_path):
+    home, other, folder = tmp_path / "home", tmp_path / "other", tempfile.mkdtemp(dir="/tmp")
+    (home / ".ray").mkdir(parents=True)
+    (home / ".ray" / "auth_token").write_text("a" * 64)  # an earlier `ray.init()` of this user left it
+    other.mkdir()
+    with socket.socket() as one, socket.socket() as another:
+        one.bind(("127.0.0.1", 0))
+        another.bind(("127.0.0.1", 0))
+        port, client_port = one.getsockname()[1], another.getsockname()[1]
+    mode = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
+    start = [Path(sys.executable).parent / "ray", "start", "--head", "--num-cpus=2", "--block"]
+    start += [f"--port={port}", f"--ray-client-server-port={client_port}"]
+    start += ["--include-dashboard=false", "--disable-usage-stats"]
+    cluster = subprocess.Popen(
+        start,
+        env={**mode, "HOME": str(home), "RAY_TMPDIR": folder},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        found = {}
+        for place in (home, other):
+            environment = {**mode, "HOME": str(place), "RAY_ADDRESS": f"127.0.0.1:{port}"}
+            command = [sys.executable, "-W", "ignore", "-c", DRIVER]
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, check=False, timeout=120
+            )
+            found[place] = done.stdout + done.stderr
+    finally:
+        os.killpg(cluster.pid, signal.SIGKILL)
+        cluster.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+    assert "joined" in found[home], found[home]
+    assert "joined" not in found[other]
+    assert "asks for another token" in found[other]
+    assert "RAY_AUTH_TOKEN" in found[other]
 
 
 def test_actors_get_as_much_of_a_busy_cpu_as_the_trainer_that_waits_for_them(tmp_path, monkeypatch):

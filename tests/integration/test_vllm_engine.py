@@ -77,7 +77,7 @@ def experts(config: type[Any], seed: int = 0) -> Any:
         **{"num_key_value_heads": 2, "head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2},
         **{"initializer_range": 0.15, "eos_token_id": EOS, "pad_token_id": 0, "max_position_embeddings": 128},
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(given).eval()
 
@@ -114,7 +114,7 @@ def test_a_class_of_transformers_that_vllm_computes_with_stays_the_trainers(tmp_
         config = GPTNeoXConfig(
             vocab_size=len(small_tokenizer()), num_attention_heads=2, max_position_embeddings=128, **sizes
         )
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config).eval()
 
@@ -146,7 +146,7 @@ def test_a_model_with_longrope_has_the_positions_that_the_trainer_computes(tmp_p
             **factors,
         },
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         actor = Actor(Phi3ForCausalLM(config).eval(), small_tokenizer(), ModelConfig())
     keys = {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * 2**20}

@@ -228,7 +228,7 @@ class Rank:
         for name, coefficient in coefficients.items():
             self.own.tasks[name].kl_coefficient = coefficient
         is_trainer = not self.ranks.rank and seed is not None  # its own random state stays as it is
-        devices: list[int] | None = None if self.ranks.device.type == "cuda" else []
+        devices = [self.ranks.device] if self.ranks.device.type == "cuda" else []
         with torch.random.fork_rng(devices, enabled=is_trainer):
             if seed is not None:
                 torch.manual_seed(seed)
