@@ -446,7 +446,10 @@ def measure_step(
 
     hidden = torch.zeros(rows, shape.hidden, device=device, dtype=dtype)
     with torch.no_grad():
-        past = model(ids(rows, context), use_cache=True).past_key_values
+        past, part = None, max(1, config.rollout.prefill_tokens // rows)
+        for begin in range(0, context, part):  # without logits: those of all prompts exceed the memory
+            read = ids(rows, min(part, context - begin))
+            past = model.get_decoder()(read, past_key_values=past, use_cache=True).past_key_values
 
         def decode(past: Any = past) -> None:
             model(ids(rows, 1), past_key_values=past, use_cache=True)

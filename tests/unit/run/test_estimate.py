@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from multitask_rl.cli import main
 from multitask_rl.config.run import (
@@ -224,6 +225,28 @@ def test_doctor_says_what_a_run_needs_and_whether_it_fits(here, monkeypatch, cap
     assert main(command) == 1
     told = capsys.readouterr().out
     assert told.count("TOO LITTLE; ") == 2
+
+
+def test_measuring_a_step_reads_prompts_in_parts_and_keeps_no_logits_of_them(here):
+    """As an engine does: 256 rows of 200 tokens with logits over 49,000 tokens would need 10 GB."""
+    config = run_config(here, "probe", 1, rollout=RolloutConfig(max_new_tokens=4, prefill_tokens=64))
+    plan = plan_run(config)
+    work = estimate.Workload(samples=8, new_tokens=4, prompts=8, prompt_tokens=100)
+    fed, scored = list[int](), list[int]()
+
+    def note(module, inputs, output):
+        if isinstance(module, torch.nn.Embedding):
+            fed.append(inputs[0].numel())
+        elif isinstance(module, torch.nn.Linear) and module.out_features == shape.vocabulary:
+            scored.append(inputs[0].shape[:-1].numel())
+
+    shape = estimate.read_shape(config.model)
+    with torch.nn.modules.module.register_module_forward_hook(note):
+        seconds = estimate.measure_step(plan, shape, work)
+    assert all(value > 0 for value in seconds.values())
+    assert max(fed[: fed.index(8)]) <= 64  # before the first decode: 8 rows of 102 tokens
+    assert max(scored) <= estimate.PROBE_TOKENS
+    assert scored[0] == 8
 
 
 def test_a_run_warns_of_a_disk_without_room(here, monkeypatch, caplog):
