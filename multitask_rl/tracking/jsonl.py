@@ -319,6 +319,9 @@ def cut_records(
                 "%s lacks %d of the %d bytes it had when the run was saved", path, length - size, length
             )
         with disk_errors(str(path)):
+            if 0 < size < length:  # the next line would continue one that lost its end
+                size = length = path.read_bytes().rfind(b"\n") + 1
+                os.truncate(path, size)
             kept = b""
             if keep is not None and path.name == "events.jsonl" and size > length:
                 tail = path.read_bytes()[length:].splitlines(keepends=True)

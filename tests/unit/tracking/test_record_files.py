@@ -4,6 +4,7 @@ import enum
 import itertools
 import json
 import math
+import os
 import random
 from types import MappingProxyType
 
@@ -54,6 +55,16 @@ def test_records_shorter_than_at_the_checkpoint_are_named(tmp_path, caplog):
     cut_records(tmp_path, {"metrics.jsonl": 112})
     assert "metrics.jsonl lacks 100 of the 112 bytes" in caplog.text
     assert steps(tmp_path, "metrics.jsonl") == [1]
+
+
+def test_a_line_that_was_cut_off_does_not_swallow_the_next_one(tmp_path):
+    write(tmp_path, "metrics.jsonl", 1, 2)
+    lengths = record_lengths(tmp_path)
+    os.truncate(tmp_path / "metrics.jsonl", lengths["metrics.jsonl"] - 4)
+    for _ in range(2):
+        cut_records(tmp_path, lengths)
+    write(tmp_path, "metrics.jsonl", 3)
+    assert steps(tmp_path, "metrics.jsonl") == [1, 3]
 
 
 def test_a_new_run_sets_records_of_steps_aside_and_drops_those_of_none(tmp_path):
