@@ -653,6 +653,11 @@ def render_result(result: Mapping[str, Any]) -> str:
             f"verdicts against {arms[0]['name']}: at 5 % over all {result['num_verdicts']} together (Holm)"
         )
         parts.append("differences with intervals: --html FILE, --json")
+    if comparisons and all(len(arm["runs"]) == 1 for arm in arms):
+        parts.append(
+            "note: every arm has one run: intervals and verdicts are those of other prompts, not of "
+            "other seeds"
+        )
     if result["effects"]:
         parts.append(
             "training on one task (row) changed a held-out result (column) from first to last evaluation:\n"

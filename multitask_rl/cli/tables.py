@@ -80,7 +80,7 @@ def measured(row: Mapping[str, Any]) -> tuple[list[str], str]:
     decimals = max(0, 1 - math.floor(math.log10(half)))
     if decimals > 6:  # shorter as powers of ten
         return [number(value) for value in numbers], f"[{number(low)}, {number(high)}]"
-    before, after, delta, low, high = (round(value, decimals) + 0.0 for value in (*numbers, low, high))
+    before, after, delta = (round(value, decimals) + 0.0 for value in numbers)
     shown = [f"{before:.{decimals}f}", f"{after:.{decimals}f}", f"{delta:+.{decimals}f}"]
     return shown, f"[{low:+.{decimals}f}, {high:+.{decimals}f}]"
 
@@ -130,8 +130,7 @@ def task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str], nu
         table.append([task, row["metric"], *numbers, interval, *counts])
     text = ruled(table)
     text += "".join(f"\n{task}: {row['reason']}" for task, row in rows.items() if row["reason"])
-    if num_verdicts > len(rows):
-        text += f"\nverdicts: at 5 % over all {num_verdicts} of all tables together (Holm)"
-    elif len(rows) > 1:
-        text += f"\nverdicts: at 5 % over all {len(rows)} tasks together (Holm); every interval stands alone"
+    scope = f"the {num_verdicts} of all tables" if num_verdicts > len(rows) else f"all {len(rows)} tasks"
+    if max(num_verdicts, len(rows)) > 1:
+        text += f"\nverdicts: at 5 % over {scope} together (Holm); every interval stands alone"
     return text

@@ -38,7 +38,8 @@ const signed = text => /^[1-9]|^0\.\d*[1-9]/.test(text) ? `+${text}` : text;
 /** Return the 95 % interval of a row. */
 function intervalOf(row) {
   const write = writerOf(row);
-  return row.low === null ? "–" : `[${signed(write(row.low))}, ${signed(write(row.high))}]`;
+  const end = value => value < 0 ? `-${write(-value)}` : signed(write(value)); // -0.00 is below 0
+  return row.low === null ? "–" : `[${end(row.low)}, ${end(row.high)}]`;
 }
 
 /** Return seconds as a person says them. */

@@ -212,6 +212,15 @@ def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row.endswith("yes   better")
     assert "other against base: 1 better" in text
     assert "[1]   null" in text
+    alone = "every arm has one run: intervals and verdicts are those of other prompts, not of other seeds"
+    assert f"note: {alone}" in text
+    third = _write_run(tmp_path / "c", [(3, "math", [0.2, 0.6, 0.5, 0.7])], {"seed": 0, "x": 3})
+    assert main_compare([str(base), str(other), str(third)]) == 0
+    told = "at 5 % over the 2 of all tables together (Holm); every interval stands alone"
+    assert capsys.readouterr().out.count(told) == 2
+    runs = [*_seeds(tmp_path, "s", [0, 1], 0.0), *_seeds(tmp_path, "t", [0, 1], 0.5)]
+    assert main_compare(list(map(str, runs))) == 0
+    assert "one run" not in capsys.readouterr().out, "arms with seeds"
 
 
 def test_a_long_value_of_the_configuration_widens_no_table(
@@ -767,6 +776,7 @@ def test_the_matrix_begins_where_report_does_at_the_first_evaluation_like_the_la
         ((0.4853, 0.4796, -0.0057, -0.0321, 0.0207), ["0.485", "0.480", "-0.006", "[-0.032, +0.021]"]),
         ((123.4, 130.9, 7.5, -4.0, 19.0), ["123", "131", "+8", "[-4, +19]"]),
         ((0.5, 0.499, -0.001, -0.3, 0.3), ["0.50", "0.50", "+0.00", "[-0.30, +0.30]"]),
+        ((0.31, 0.17, -0.14, -0.2684, -0.0043), ["0.31", "0.17", "-0.14", "[-0.27, -0.00]"]),  # without 0
         ((3e-7, 5e-7, 2e-7, 1e-7, 3e-7), ["3e-07", "5e-07", "2e-07", "[1e-07, 3e-07]"]),
         ((0.5, 0.5, 0.0, math.nan, math.nan), ["0.5", "0.5", "0", "[-, -]"]),
         ((0.5, None, None, None, None), ["0.5", "-", "-", "[-, -]"]),
