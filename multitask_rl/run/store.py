@@ -41,7 +41,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAY_DIFFER = ("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume", "tracking.console")
+_MAY_DIFFER = (
+    *("max_steps", "output_dir", "num_threads", "profile", "checkpoint.resume"),
+    *("tracking.console", "tracking.uri"),
+)
 """Settings of length, place, start and display; a change of one does not change the training itself."""
 _FREE = re.compile(
     r"^tasks\.([^.]+)\.(?:\w+_config|select|chat_template_kwargs)\."

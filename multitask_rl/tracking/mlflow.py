@@ -784,7 +784,11 @@ class MLflowTracker(Tracker):
         worker.put(lambda: self._client.set_terminated(self._run, _STATUS.get(status, "FAILED")))
         worker.close(timeout_s=60.0)
         if num_lost := worker.num_failed - self._num_sent_again:
-            _LOG.warning("%s did not take everything: %d writes lost", worker.name, num_lost)
+            text = (
+                "%s did not take everything: %d writes lost; the same command, once it answers or with "
+                "another tracking.uri, sends what the run's records hold"
+            )
+            _LOG.warning(text, worker.name, num_lost)
         elif self._num_sent_again:
             text = "%s was away for %d writes; what the run's records hold of them was sent again at the end"
             _LOG.warning(text, worker.name, self._num_sent_again)

@@ -184,6 +184,8 @@ def test_a_quiet_run_tells_the_end_alone_and_how_it_is_shown_is_no_other_setting
     told = capsys.readouterr()
     assert [line for line in told.err.splitlines() if "[WARNING]" not in line] == []
     assert "run finished" in told.out
+    assert main([*arguments, "--quiet", "tracking.uri=sqlite:///elsewhere.db"]) == 0  # MLflow was away
+    capsys.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert main([*arguments, "--json", "max_steps=3"]) == 0
     told = capsys.readouterr()
