@@ -95,7 +95,9 @@ def print_prepared(directory: Path, figures: Mapping[str, Mapping[str, Any]], se
     print(f"prepared in {seconds:.0f} s: {directory}")
     for name, own in figures.items():
         shown = ", ".join(
-            f"{key.replace('_', ' ')} {value:.3g}" if isinstance(value, float) else f"{key} {value}"
+            f"{key.replace('_', ' ')} {value:{'.0f' if key == 'seconds' else '.3g'}}"
+            if isinstance(value, float)
+            else f"{key} {value}"
             for key, value in own.items()
         )
         print(f"  {name.replace('_', ' ')}: {shown}")

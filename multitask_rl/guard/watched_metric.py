@@ -155,6 +155,8 @@ class WatchedMetric:
     """Key of ``TaskEvaluation.metrics``; empty = the primary metric."""
     direction: Direction = Direction.none
     """Direction that the user states; ``none`` = the one that the metric declares."""
+    is_declared: bool = False
+    """Whether the task declares a metric of this name; else it may be misspelt."""
     detector: RegressionDetector = field(default_factory=RegressionDetector)
     is_unit: bool | None = None
     """Whether values lie in [0, 1]: as declared, else as in the first evaluation; None = none yet."""
@@ -243,7 +245,7 @@ class WatchedMetric:
         if not self.detector.count:
             known = evaluation.metrics if evaluation is not None and self.metric else ()
             kind, reason = "alarm", f"{self.key} has had no value up to step {step}: nothing guards it"
-            reason += suggest(self.metric, known)
+            reason += "" if self.is_declared else suggest(self.metric, known)
             if evaluation is not None and evaluation.primary.n == 1:
                 reason += "; one held-out prompt has no standard error: hold out more rows"
         return Event(step=step, source="guard", kind=kind, reason=reason, task=self.task)
@@ -354,4 +356,5 @@ def build_watched(
                     f"{suggest(key, known)} ({task} has: {', '.join(sorted(known))})"
                 )
             metric.check_direction(known.get(key, False))
+            metric.is_declared = key in known
     return list(watched.values())

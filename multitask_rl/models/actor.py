@@ -203,8 +203,9 @@ class Actor:
         own = dict(zip(_control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
         if own != saved:
             raise CheckpointError(
-                f"the checkpoint belongs to another model: its control tokens are {saved}, here they would "
-                f"be {own}; set model.name_or_path as it was"
+                f"the checkpoint {directory} belongs to another model: its control tokens are "
+                f"{sorted(saved.values())}, here they would be {sorted(own.values())}; set "
+                "model.name_or_path as it was, or choose another output_dir for a new run"
             )
 
     def learning(self) -> contextlib.AbstractContextManager[None]:

@@ -56,6 +56,12 @@ class RewardModel:
         if config.label and config.label not in labels:
             raise ConfigError(f"rm_hf: {config.model_name!r} has no label {config.label!r}; it has {labels}.")
         if len(labels) > 1 and not config.label:
+            kind = next(iter(model_config.architectures or []), "")
+            if kind.endswith(("ForCausalLM", "LMHeadModel")):  # its labels are those of any configuration
+                raise ConfigError(
+                    f"rm_hf: {config.model_name!r} is a {kind}, no reward model: give a model trained as a "
+                    "sequence classifier on preference pairs, such as RewardTrainer of TRL saves."
+                )
             raise ConfigError(
                 f"rm_hf: {config.model_name!r} has {len(labels)} outputs; set `label` to one of {labels}."
             )

@@ -199,11 +199,13 @@ def read_model_config(model_name: str, plugin: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name)
     except (OSError, ValueError, KeyError) as error:
+        told = f"{plugin}: the model {model_name!r} cannot be read."
+        if model_name.startswith(("/", ".", "~")) and not Path(model_name).exists():
+            raise UnavailableError(f"{told} There is no such directory; correct the path.") from error
         raise UnavailableError(
-            f"{plugin}: the model {model_name!r} cannot be read. It is neither a directory with a "
-            f"config.json that this version of transformers knows, nor a model in the local Hugging Face "
-            f"cache, nor one that could be downloaded. Give a path, or download it first "
-            f"(`hf download {model_name}`). Cause: {str(error).splitlines()[0]}"
+            f"{told} It is neither a directory with a config.json that this version of transformers knows, "
+            f"nor a model in the local Hugging Face cache, nor one that could be downloaded. Give a path, or "
+            f"download it first (`hf download {model_name}`). Cause: {str(error).splitlines()[0]}"
         ) from error
 
 

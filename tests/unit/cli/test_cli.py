@@ -493,6 +493,11 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(
         (["model.nam=x"], ["'nam'", "did you mean 'name_or_path'"]),
         (["scheduler.patience=5"], ["'patience'", "policy_config"]),
         (["executor=cloud"], ["executor", "local, ray"]),
+        (
+            ["model=SmolLM2"],
+            ["'model' is a section; write model.KEY=VALUE, such as model.name_or_path=SmolLM2"],
+        ),
+        (["guard=false"], ["'guard' is a section; write guard.KEY=VALUE, such as guard.enabled=false"]),
         (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
         (["tasks.math"], ["tasks.math"]),

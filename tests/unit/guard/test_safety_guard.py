@@ -957,6 +957,14 @@ def test_a_metric_that_never_had_a_value_is_told_once_and_leaves_the_others_guar
     assert ("did you mean 'violation_rate'" in alarms[0].reason) == (blind != "c")
 
 
+def test_a_declared_metric_without_a_value_is_no_misspelt_name() -> None:
+    """Its reward may have returned None for every response."""
+    guard = SafetyGuard(monitor_metrics=["verdict"])
+    guard.bind(["a"], {"a": {"reward/verdict": True, "reward/form": True}})
+    (alarm,) = guard.observe(0, _constant({"a": 0.6}, 0, {"reward/form": 0.1})).events
+    assert alarm.reason == "a/reward/verdict has had no value up to step 0: nothing guards it"
+
+
 def test_without_good_weights_to_compare_with_an_alarm_is_answered_as_without_a_fresh_evaluation() -> None:
     for confirm in (None, lambda task: None):
         guard, never_good = _guard(warmup=3), _guard(warmup=3)

@@ -132,6 +132,8 @@ def test_a_language_model_is_refused_instead_of_judging_by_random_weights(tmp_pa
     Qwen2ForCausalLM(qwen_config(save_tokenizer(tmp_path))).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"lacks the weights score\.weight.* model trained as a classifier"):
         build(tmp_path, label="LABEL_1").warm_up()
+    with pytest.raises(ConfigError, match="is a Qwen2ForCausalLM, no reward model: give a model trained"):
+        build(tmp_path)  # and no advice to set a label
 
 
 def test_non_finite_logit_is_a_grader_failure(tmp_path):
@@ -146,8 +148,11 @@ def test_non_finite_logit_is_a_grader_failure(tmp_path):
 
 
 def test_missing_model_and_device_are_config_errors(reward_model_dir):
-    with pytest.raises(ConfigError, match="'/nowhere/model' cannot be read"):
+    with pytest.raises(ConfigError, match="'/nowhere/model' cannot be read") as absent:
         build("/nowhere/model")
+    assert "hf download" not in str(absent.value)  # a path is no name of the hub
+    with pytest.raises(ConfigError, match="`hf download someone/model`"):
+        build("someone/model")
     with pytest.raises(ConfigError, match="`model_name` is required"):
         build("")
     with pytest.raises(ConfigError, match="'cuda:4' does not exist on this machine"):
