@@ -16,9 +16,9 @@ import pickle
 import shutil
 import signal
 import tempfile
-import traceback
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -495,7 +495,7 @@ class ActorGroup:
             # Ray's 15 would leave actors 3 % of a CPU that another process uses; the trainer waits for them
             os.environ.setdefault("RAY_worker_niceness", "0")
             where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
-        else:  # `ray start` asks for the token as soon as this user has one; for an address Ray does not send it
+        else:  # `ray start` asks for a token as soon as its user has one; given an address, Ray sends none
             with contextlib.suppress(ImportError):
                 from ray._private.authentication import authentication_token_setup as tokens
 
