@@ -30,6 +30,7 @@ from types import SimpleNamespace
 import torch
 import torch._C._distributed_c10d as c10d
 from fake_devices import library
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 GIB = 2**30
@@ -403,6 +404,17 @@ def synchronize(device=None) -> None:
         target.copy_(source)
 
 
+def _reset_sharded_param(parameter) -> None:
+    """Leave the padded part of FSDP as it is: torch looks for memory in common in its own class only."""
+    padded, part = parameter._sharded_param_data, parameter.sharded_param._local_tensor
+    shares = padded.numel() and padded.untyped_storage().data_ptr() == part.untyped_storage().data_ptr()
+    if not (isinstance(padded, FakeCudaTensor) and shares):
+        reset_sharded_param(parameter)
+
+
+reset_sharded_param = FSDPParam.reset_sharded_param
+
+
 def with_fakes(call):
     """Return ``call`` as it runs in a thread of its own: what torch keeps per thread is set there, too."""
 
@@ -463,6 +475,7 @@ def begin() -> None:
         setattr(torch.cuda, name, answer)
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.Generator = Generator
+    FSDPParam.reset_sharded_param = _reset_sharded_param
     torch.distributed.distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d.ProcessGroup._register_backend = _register_backend
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::F
 
 
 def _actor(rank: int, tie: bool) -> Actor:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         model: Any = build_model(tied=tie)
         lora = LoraConfig(rank=rank)
         if rank:
