@@ -28,6 +28,7 @@ from multitask_rl.records import SamplingSettings
 from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.tracking.jsonl import append_evaluations, dump_line, evaluation_row
 from multitask_rl.tracking.reading import read_run
+from multitask_rl.training.checkpoint import model_directory, telling_of_removal
 
 if TYPE_CHECKING:
     from multitask_rl.step.task_state import AnchorState
@@ -69,7 +70,7 @@ def main(arguments: list[str]) -> int:
     for argument in overrides:
         if argument.startswith("--") and (near := suggest(argument.partition("=")[0], _OPTIONS)):
             raise ConfigError(f"unknown option {argument!r}{near} (options: {', '.join(_OPTIONS)})")
-    from multitask_rl.training.checkpoint import model_directory, telling_of_removal  # heavy: torch
+    from multitask_rl.models.actor import read_settings  # heavy: torch
 
     if TRUST not in overrides:
         refuse_code_in(options.tasks)
@@ -87,6 +88,8 @@ def main(arguments: list[str]) -> int:
             for above in (Path(directory).parent for directory in directories):
                 if (above / "manifest.json").is_file():
                     stack.enter_context(telling_of_removal(above))
+            for directory in directories[1:]:  # the first model may take hours
+                read_settings(replace(config.model, name_or_path=directory))
             _evaluate(config, options, dict(zip(names, directories, strict=True)))
 
     compose_and_run(overrides, "eval", evaluate_models)

@@ -38,7 +38,7 @@ from multitask_rl.models.rope import check_positions, context_length, scale_rope
 from multitask_rl.models.weights import WeightParts, WeightStream, cut_buckets
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _FLASH = {
     "flash_attention_2": "pip install flash-attn",
@@ -497,6 +497,64 @@ def warn_of_slow_bfloat16(setting: str, better: str, device: str) -> None:
         )
 
 
+def read_settings(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
+) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
+    """Return the model's tokenizer (``tokenizer`` replaces it) and architecture; raises as ``load_actor``."""
+    from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    # its progress bars would break the run's own progress lines
+    transformers_logging.disable_progress_bar()
+    name = config.name_or_path
+    if not name:
+        raise ConfigError(
+            "model.name_or_path is empty; give the directory or Hugging Face id of a causal language model, "
+            "e.g. model.name_or_path=Qwen/Qwen2.5-0.5B"
+        )
+    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise ConfigError(
+            f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
+            "(owner/name); check the path"
+        )
+    _check_tokenizer(tokenizer)
+    trust = {"trust_remote_code": config.trust_remote_code}
+    with _load_errors(name):
+        *adapters, base = models_below(name)
+        with_words = (own for own in adapters if (Path(own) / "tokenizer_config.json").is_file())
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(next(with_words, base), **trust)
+        return tokenizer, AutoConfig.from_pretrained(base, **trust)
+
+
+@contextlib.contextmanager
+def _load_errors(name: str) -> Iterator[None]:
+    """Say what is wrong with the model ``name`` where it cannot be loaded."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first = first_line(error)
+        if (base := models_below(name)[-1]) != name:
+            raise ConfigError(
+                f"model.name_or_path {name!r} holds adapters, and the model that they name, "
+                f"{base!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "
+                f"{first}"
+            ) from error
+        if Path(name).is_dir():
+            have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
+            raise ConfigError(
+                f"model.name_or_path {name!r} is a directory without a loadable causal language model (it "
+                f"holds {have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
+            ) from error
+        here = "" if Path(name).is_absolute() else f" (a path from the working directory {str(Path.cwd())!r})"
+        raise ConfigError(
+            f"model.name_or_path {name!r} is neither a directory on this machine{here} nor a model that can "
+            f"be had from the Hugging Face hub: {first.rstrip('.')}. Check the path, or download the model "
+            "first."
+        ) from error
+
+
 def load_actor(
     config: ModelConfig,
     device: str = "",
@@ -517,23 +575,9 @@ def load_actor(
     Raises:
         ConfigError: it is no causal language model with a tokenizer, or does not support the attention.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    from transformers import AutoModelForCausalLM
 
-    # its progress bars would break the run's own progress lines
-    transformers_logging.disable_progress_bar()
     name = config.name_or_path
-    if not name:
-        raise ConfigError(
-            "model.name_or_path is empty; give the directory or Hugging Face id of a causal language model, "
-            "e.g. model.name_or_path=Qwen/Qwen2.5-0.5B"
-        )
-    if not Path(name).is_dir() and not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise ConfigError(
-            f"model.name_or_path {name!r} is no directory on this machine and cannot be a Hugging Face id "
-            "(owner/name); check the path"
-        )
-    _check_tokenizer(tokenizer)
     device = default_device(device)
     check_attention(config, device)
     dtype = weight_dtype(config, device)
@@ -541,12 +585,10 @@ def load_actor(
         warn_of_slow_bfloat16("model.autocast=true", "model.autocast=false", device)
     elif dtype is torch.bfloat16:
         warn_of_slow_bfloat16("model.dtype=bfloat16", "model.dtype=float32", device)
-    try:
-        trust = {"trust_remote_code": config.trust_remote_code}
+    tokenizer, architecture = read_settings(config, tokenizer)
+    trust = {"trust_remote_code": config.trust_remote_code}
+    with _load_errors(name):
         *adapters, base = models_below(name)
-        with_words = (own for own in adapters if (Path(own) / "tokenizer_config.json").is_file())
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(next(with_words, base), **trust)
-        architecture = AutoConfig.from_pretrained(base, **trust)
         if config.rope_scaling:
             scale_rope(architecture, config.rope_scaling)
         given = {"config": architecture, "dtype": dtype, **trust}
@@ -573,28 +615,6 @@ def load_actor(
                 f"model.name_or_path {name!r} has a tokenizer without a word: its files (tokenizer.json, or "
                 "vocab.json and merges.txt) are missing; copy them there from the model's source"
             )
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first = first_line(error)
-        if (base := models_below(name)[-1]) != name:
-            raise ConfigError(
-                f"model.name_or_path {name!r} holds adapters, and the model that they name, "
-                f"{base!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "
-                f"{first}"
-            ) from error
-        if Path(name).is_dir():
-            have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
-            raise ConfigError(
-                f"model.name_or_path {name!r} is a directory without a loadable causal language model (it "
-                f"holds {have}): {first}. It needs config.json, tokenizer files and weights in safetensors."
-            ) from error
-        here = "" if Path(name).is_absolute() else f" (a path from the working directory {str(Path.cwd())!r})"
-        raise ConfigError(
-            f"model.name_or_path {name!r} is neither a directory on this machine{here} nor a model that can "
-            f"be had from the Hugging Face hub: {first.rstrip('.')}. Check the path, or download the model "
-            "first."
-        ) from error
     actor = _prepare(model if on_host else model.to(device), tokenizer, config, seed)
     if on_host:
         actor.place(device, on_host=True)

@@ -93,13 +93,23 @@ def test_any_model_is_evaluated_and_two_are_compared_in_pairs(here, capsys):
 
 
 def test_a_second_model_that_cannot_be_evaluated_does_not_cost_the_first_ones_results(here, capsys):
+    build_actor(seed=1).save(here / "weightless")
+    for weights in (here / "weightless").glob("*.safetensors*"):
+        weights.unlink()
     keys = ["eval.num_prompts=2", "rollout.max_new_tokens=4", "scoring.num_workers=1"]
-    assert main(["eval", "actor", "tasks.yaml", "--other", "absent", "--json", *keys]) == 2
+    assert main(["eval", "actor", "tasks.yaml", "--other", "weightless", "--json", *keys]) == 2
     shown = capsys.readouterr()
-    assert "model.name_or_path 'absent' is neither a directory" in shown.err
+    assert "model.name_or_path 'weightless' is a directory without a loadable" in shown.err
     found = json.loads(shown.out.splitlines()[-1])
     assert found["models"]["actor"]["copy"]["n"] == 2
     assert found["difference"] is None
+
+
+def test_a_misspelt_second_model_is_refused_before_the_first_is_evaluated(here, capsys):
+    assert main(["eval", "actor", "tasks.yaml", "--other", "absent", "--json", "scoring.num_workers=1"]) == 2
+    shown = capsys.readouterr()
+    assert "model.name_or_path 'absent' is neither a directory" in shown.err
+    assert not shown.out
 
 
 def test_two_models_are_measured_on_the_same_texts_of_an_anchor(here, capsys):
