@@ -241,13 +241,16 @@ def _findings(
         if isinstance(result, Failure) and result.kind is FailureKind.grader
     }
     unread = [r.message for r in results if isinstance(r, Failure) and r.kind is FailureKind.data]
-    is_called = len(unread) < len(results)
-    told = "" if is_called else f"{unread[0]}; give a row that has it: --row '{{...}}', or row=..."
+    called = "is called: the row has the columns that it reads"
+    if len(unread) == len(results):  # no other check would test anything
+        grader.close()
+        told = f"{unread[0]}; give a row that has it: --row '{{...}}', or row=...; nothing else was checked"
+        return [Finding(called, False, told)]
     broken = by_message(errors, len(results))
     limit, per_response = grader.traits.timeout_s * len(rollouts), 1000 * seconds / len(rollouts)
     alone = "a response's result does not depend on its batch"
     findings = [
-        Finding("is called: the row has the columns that it reads", is_called, told),
+        Finding(called, True),
         Finding("hostile responses are graded without an error", not errors, broken),
         Finding("within its time limit", seconds <= limit, f"{per_response:.2f} ms per response"),
         run_check(alone, lambda: same([grader.grade([rollout])[0] for rollout in rollouts]))

@@ -66,7 +66,7 @@ def write(folder: Path, body: str) -> str:
             "def f(response, **row): return float(row['reference'] == response)",
             "raised KeyError: 'reference' (plugin.py:3); name what it reads: as a parameter, or in `needs`",
         ),
-        ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "the gold answer earns"),
+        ("@with_traits(needs=('absent',))\ndef f(response): return 1.0", "is called: "),
     ],
 )
 def test_the_contract_suite_catches(tmp_path: Path, body: str, finding: str) -> None:
@@ -121,6 +121,7 @@ def test_check_reports_kind_and_exit_code(tmp_path: Path, capsys: pytest.Capture
     assert main(["check", f"{broken}:f"]) == 1, "a reward that was never called has shown nothing"
     shown = capsys.readouterr().out
     assert re.search(r"FAIL  is called: .* no column 'word' .*; give a row that has it: --row", shown)
+    assert "ok  " not in shown, "no other check has tried anything"
     assert main(["check", "no_such_reward"]) == 2
     assert "no plugin 'no_such_reward' is installed; " in capsys.readouterr().err
     assert main([]) == 2
