@@ -209,7 +209,7 @@ class WorldPool:
             if answered == ticket:
                 self._answers.remove((ticket, answer))
                 assert isinstance(answer, Failure)
-                raise PluginError(answer.message)
+                raise PluginError(f"{self._specs[task].where}: {answer.message}")
         if episode.error is not None:
             raise episode.error
 
@@ -372,9 +372,7 @@ class WorldPool:
         num_others = len(worker.tickets) - 1
         shared = f" with those of {counted(num_others, 'other episode')}" if num_others > 0 else ""
         for ticket in list(worker.tickets):
-            episode = self._episodes[ticket]
-            where = self._specs[episode.task].where
-            message = f"{where}: the process of this world{shared} {reason}"
+            message = f"the process of this world{shared} {reason}"
             self._fail(ticket, FailureKind.infra, message, Lost if shared or worker.is_retired else LostAlone)
 
     def _give_up(self, ticket: int, episode: _Episode) -> None:
@@ -382,9 +380,9 @@ class WorldPool:
         spec, worker = self._specs[episode.task], episode.worker
         assert worker is not None
         if episode.is_built:
-            message = f"{spec.where}: a call took longer than turn_timeout_s = {spec.timeout_s:g} s"
+            message = f"a call took longer than turn_timeout_s = {spec.timeout_s:g} s"
         else:
-            message = f"{spec.where}: {spec.reference!r} was not ready after {START_LIMIT_S:g} s"
+            message = f"{spec.reference!r} was not ready after {START_LIMIT_S:g} s"
         worker.is_retired = True
         worker.send("retire", ticket)
         self._fail(ticket, FailureKind.timeout, message)

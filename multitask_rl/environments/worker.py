@@ -92,7 +92,7 @@ class WorldWorker:
                     try:
                         thread.start()
                     except RuntimeError as error:  # the system gives no more threads
-                        self._send(ticket, _failure("the worker", error))
+                        self._send(ticket, _failure(error))
                         self._end(ticket)
                 elif order == "retire":
                     self._hanging.add(ticket)
@@ -138,7 +138,7 @@ class WorldWorker:
                     break
                 self._send(ticket, _checked(world.step(*given), StepResult))
         except BaseException as error:  # noqa: BLE001 - foreign code
-            self._send(ticket, _failure(spec.where, error))
+            self._send(ticket, _failure(error))
         if world is not None:
             try:
                 world.close()
@@ -173,9 +173,9 @@ class WorldWorker:
             os.killpg(0, signal.SIGKILL)
 
 
-def _failure(where: str, error: BaseException) -> Failure:
+def _failure(error: BaseException) -> Failure:
     kind = FailureKind.data if isinstance(error, DataError) else FailureKind.infra
-    message = f"{where}: {type(error).__name__}: {error}{place_of(error)}"
+    message = f"{type(error).__name__}: {error}{place_of(error)}"
     return Failure(kind=kind, message=message, source="environment")
 
 

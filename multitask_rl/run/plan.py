@@ -436,10 +436,10 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
     if not unscaled or len(unscaled) == len(algorithms):
         return ""
     return (
-        f"tasks {', '.join(sorted(unscaled))} have unscaled advantages or losses (normalisation none, "
-        f"aggregation constant) and weigh less in the shared gradient than "
-        f"{', '.join(sorted(set(algorithms) - unscaled))}; give them algorithm_config {{normalisation: task, "
-        "aggregation: token}, a loss_weight, or the same type"
+        f"advantages or losses of {', '.join(sorted(unscaled))} are unscaled (normalisation none, "
+        "aggregation constant) and weigh less in the shared gradient than those of "
+        f"{', '.join(sorted(set(algorithms) - unscaled))}; give the unscaled algorithm_config "
+        "{normalisation: task, aggregation: token}, a loss_weight, or all the same type"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from html import escape
 
 from multitask_rl.boundary.printable import printable
@@ -25,12 +26,12 @@ class Evaluations(dict[str, TaskEvaluation]):
         for name, evaluation in self.items():
             primary, failed = evaluation.primary, evaluation.num_failed
             not_applicable = len(primary.values) * evaluation.num_samples - primary.n - failed
-            numbers = (f"{primary.mean:.4f}", f"{1.96 * primary.error:.4f}", f"{primary.n}")
+            numbers = (_number(primary.mean), _number(1.96 * primary.error), f"{primary.n}")
             rows.append((name, printable(evaluation.metric), *numbers, f"{failed}", f"{not_applicable}"))
             for metric, own in evaluation.metrics.items():
                 if metric.startswith(OF_PROMPTS):
                     rows.append(
-                        ("", metric, f"{own.mean:.4f}", f"{1.96 * own.error:.4f}", f"{own.n}", "", "")
+                        ("", metric, _number(own.mean), _number(1.96 * own.error), f"{own.n}", "", "")
                     )
         return rows
 
@@ -59,3 +60,7 @@ class Evaluations(dict[str, TaskEvaluation]):
         body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
         top = f"<thead><tr>{line(head, 'th')}</tr></thead>"
         return f"<table><caption>{note}</caption>{top}<tbody>{body}</tbody></table>"
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"

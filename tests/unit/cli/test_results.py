@@ -14,6 +14,11 @@ def test_failed_prompts_and_those_without_the_metric_have_a_column_each():
     assert line.split()[-3:] == ["2", "1", "2"]
 
 
+def test_a_task_without_a_value_has_a_dash():
+    _, line = repr(Evaluations({"math": make_evaluation([math.nan])})).splitlines()
+    assert line.split()[2:5] == ["-", "-", "0"]
+
+
 def test_evaluations_are_a_table_in_terminals_and_notebooks():
     harmless = replace(make_evaluation([1.0, 0.0], task="<b>"), metric="a&b")
     table = Evaluations({"<b>": harmless})

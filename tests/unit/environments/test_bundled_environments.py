@@ -121,7 +121,7 @@ HEARD = {
     "search": ["[1] Widgra"],
     "code_repair": ["1 of 1 public tests failed."],
     "number_game": [],
-    "user": ["user: EndpointError: no answer from http://127.0.0.1:9/v1"],
+    "user": ["EndpointError: no answer from http://127.0.0.1:9/v1"],
 }
 
 

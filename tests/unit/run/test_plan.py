@@ -27,8 +27,8 @@ def _warning(**types: tuple[str, dict[str, str]]) -> str:
 
 def test_algorithms_with_gradients_of_another_size_are_named() -> None:
     warning = _warning(hard=("dr_grpo", {}), easy=("grpo", {}), voice=("reinforce_pp", {}))
-    assert "tasks hard have unscaled" in warning
-    assert "than easy, voice;" in warning
+    assert "losses of hard are unscaled" in warning
+    assert "than those of easy, voice;" in warning
 
 
 @pytest.mark.parametrize(
