@@ -144,6 +144,8 @@ def _check(
             )
         if kind == "constraint":
             traits[spec.constraints[index].name] = source.traits
+    if spec.environment:
+        WorldSpec.of_task(spec).check_config()
     if spec.teacher and not (Path(spec.teacher).is_dir() or _is_cached(spec.teacher)):
         warnings.append(
             f"{where}.teacher: {spec.teacher!r} is neither a directory on this machine nor in the cache of "

@@ -592,6 +592,10 @@ def check_rows(
             readers = {"the prompt": prompted, "the answer": answered, "tools_column": {spec.tools_column}}
             readers |= {"a reward, constraint or environment": {*needs, *parameters}}
             read_by = " and ".join(name for name, own in readers.items() if missing & own)
+            if (asked := missing & {*parameters}) and not isinstance(rows, GeneratedRows):
+                number = sum(not asked <= own.keys() for own in rows)
+                hint += f"; {number} of {len(rows)} rows lack {', '.join(sorted(asked))}: fill or remove "
+                hint += "them, or give the function's parameter a default"
             raise DataError(
                 f"{spec.where}: row {label} of {place} lacks "
                 f"{', '.join(sorted(missing))}, read by {read_by} "

@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from multitask_rl.config.task import TaskSpec
@@ -15,7 +16,7 @@ from multitask_rl.environments.endpoint import AgentWorld
 from multitask_rl.environments.foreign import FOREIGN, TrlWorld
 from multitask_rl.environments.tools import AuthorWorld, ToolWorld
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError
-from multitask_rl.plugins import ENVIRONMENTS, REWARDS, Located, build_plugin, locate
+from multitask_rl.plugins import ENVIRONMENTS, REWARDS, Located, build_config, build_plugin, locate
 from multitask_rl.scoring.foreign import build_foreign
 
 _LOADING = threading.Lock()
@@ -44,6 +45,13 @@ class WorldSpec:
             timeout_s=spec.turn_timeout_s,
             max_tool_calls=spec.max_tool_calls,
         )
+
+    def check_config(self) -> None:
+        """Check ``config`` of an author's class, which is imported and not built; raises as ``build``."""
+        if self.reference.partition(":")[0] not in (*FOREIGN, "trl"):
+            found = locate(self.reference, ENVIRONMENTS, self.where)
+            if callable(found.value):
+                _maker(found, self.config, self.where, 0)
 
     def build(self, run: Callable[..., Any], seed: int = 0) -> World:
         """Return a new world; ``run`` calls a function, also an async one, and returns its result.
@@ -81,8 +89,8 @@ class WorldSpec:
         return world
 
 
-def _instance(located: Located, config: Mapping[str, Any], where: str, seed: int | None) -> Any:
-    """Return the author's object; it gets ``seed`` if it takes one and ``config`` gives none."""
+def _maker(located: Located, config: Mapping[str, Any], where: str, seed: int | None) -> Callable[[], Any]:
+    """Check ``config`` and return what makes the author's object, with ``seed`` if the class takes one."""
     found, label = located.value, located.label
     config_class: Any = getattr(found, "Config", None)
     has_config = dataclasses.is_dataclass(config_class)
@@ -90,17 +98,25 @@ def _instance(located: Located, config: Mapping[str, Any], where: str, seed: int
     if seed is not None and "seed" in signature.parameters:
         config = {"seed": seed, **config}
     if has_config:
-        return build_plugin(found, config, where=f"{where}_config")
+        build_config(found, config, where=f"{where}_config")
+        return partial(build_plugin, found, config, where=f"{where}_config")
     try:
-        inspect.signature(found).bind(**config)
+        signature.bind(**config)
     except TypeError as error:
-        raise PluginError(f"{where}_config: {label}{inspect.signature(found)}: {error}") from error
+        raise PluginError(f"{where}_config: {label}{signature}: {error}") from error
+    return partial(found, **config)
+
+
+def _instance(located: Located, config: Mapping[str, Any], where: str, seed: int | None) -> Any:
+    """Return the author's object; it gets ``seed`` if it takes one and ``config`` gives none."""
+    make = _maker(located, config, where, seed)
     try:
-        return found(**config)
+        return make()
     except MultitaskRLError:
         raise
     except Exception as error:
-        raise PluginError(f"{where}: {label} could not be built: {type(error).__name__}: {error}") from error
+        problem = f"{located.label} could not be built: {type(error).__name__}: {error}"
+        raise PluginError(f"{where}: {problem}") from error
 
 
 def as_world(environment: Any, where: str, run: Callable[..., Any]) -> World:

@@ -180,7 +180,10 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.rewards=['trl:gone.py:f']", ["rewards[0]", "'gone.py' does not exist"]),
         ("tasks.math.rewards=['verl:grade.py:trl']", ["rewards[0]", "is not a verl reward function"]),
         ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
-        ("tasks.math.rewards=['grade.py:absent']", ["tasks.math: row '", "lacks absent, read by a reward, "]),
+        (
+            "tasks.math.rewards=['grade.py:absent']",
+            ["row '", "lacks absent, read by a reward, ", "rows lack absent: fill", "parameter a default"],
+        ),
         ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
     ],
 )
@@ -191,6 +194,20 @@ def test_validate_finds_what_a_run_would_trip_over(
     told = capsys.readouterr().err
     assert [part for part in parts if part not in told] == [], told
     assert told.count("\n") == 1
+
+
+def test_quick_sees_a_misspelt_argument_of_an_environment_that_has_no_config(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "world.py").write_text(
+        "class World:\n    def __init__(self, seed, cost=1.0): raise RuntimeError('it is built')\n"
+        "    def reset(self, row): ...\n    def step(self, message): ...\n"
+    )
+    keys = ["tasks.math.environment=world.py:World", "tasks.math.environment_config={cst: 2}"]
+    assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == 2
+    assert "environment_config: World(seed, cost=1.0): got an unexpected" in capsys.readouterr().err
+    keys[1] = "tasks.math.environment_config={cost: 2}"
+    assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == 0
 
 
 def test_validate_warns_of_rewards_that_return_nothing_for_the_first_row(
