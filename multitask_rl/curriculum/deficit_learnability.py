@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from multitask_rl.config.schema.ranges import Count, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
+_NEAR = 1.0 - 1e-9
+"""A number nearer to a bound is at it but for rounding."""
+
 
 class DeficitLearnability(SchedulerPolicy):
     """Weigh each task by its distance to the target times its learnability.
@@ -62,12 +65,13 @@ class DeficitLearnability(SchedulerPolicy):
         config, trace, deficit = self.config, self.traces[task], self.deficit(task)
         informative = max(trace.informative, config.min_informative)
         factor, factor_error = 1.0, 0.0
-        if informative < config.enough_informative:
+        # a share that rounding puts below the bound is at it, where the score has no such error
+        if informative < _NEAR * config.enough_informative:
             factor = math.sqrt(informative / config.enough_informative)
             factor_error = min(0.5, 0.5 * factor * trace.with_gradient.error(1.0) / informative)
         headroom, error = trace.headroom
         enough = config.enough_headroom * deficit * informative
-        if headroom < enough:
+        if headroom < _NEAR * enough:
             factor, factor_error = factor * headroom / enough, min(0.5, factor * error / enough)
         factor = max(factor, math.sqrt(config.min_informative / config.enough_informative))
         return deficit * factor, math.hypot(factor * trace.level_error, deficit * factor_error)

@@ -129,7 +129,8 @@ class TaskState:
     @property
     def measuring(self) -> str:
         """Hash of the held-out rows, the form and most tokens of their prompts, and the sampling."""
-        spec, sampling = self.spec, sampling_hash(self.eval_sampling, ())
+        spec, condition = self.spec, self.algorithm.condition([], evaluation=True)
+        sampling = sampling_hash(self.eval_sampling, condition)
         form = [
             spec.prompt,
             spec.system,

@@ -798,11 +798,14 @@ def test_values_on_the_scale_of_other_rewards_are_dropped_at_a_resume(tmp_path):
 
     with tasks("100", 4) as first:
         first.train()
-        before = state(first)
+        before, owed = state(first), dict(first.scheduler.carry)
     assert all(own["steps"] == 4 for own in before.values())
     assert before["quark"]["algorithm"]["buffer"]
     assert before["pools"]["stream"]["curriculum"]["rates"]
     with tasks("1", 6) as resumed:
+        resumed._open()
+        assert resumed.scheduler.carry == owed, "prompts have no scale"
+        assert any(owed.values())
         resumed.train()
         after = state(resumed)
     assert after["copy"]["refused_values"] == before["copy"]["refused_values"], "its reward is the same"
@@ -869,9 +872,10 @@ def test_weights_given_with_the_rows_are_of_trained_tasks_and_missing_ones_are_f
 
 MEASURED_ALIKE = """
 tasks:
-  copy: {type: grpo, dataset: copy.jsonl, eval_dataset: HELD.jsonl, rewards: [rewards.py:fills_half]PROMPT}
+  copy: {type: TYPE, dataset: copy.jsonl, eval_dataset: HELD.jsonl, rewards: [rewards.py:fills_half]PROMPT}
 """
 OTHER_EVALUATIONS = {
+    "a control token": {"TYPE": "reward_conditioned"},
     "shorter responses": {"rollout": RolloutConfig(max_new_tokens=1)},
     "greedy": {"eval": EvalConfig(every=1, num_prompts=40, temperature=0.0)},
     "other rows": {"HELD": "digit"},
@@ -880,8 +884,9 @@ OTHER_EVALUATIONS = {
 }
 
 
-def measured_alike(directory, steps, *, HELD="copy", PROMPT="", **changed):
-    write_run(directory, MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT), num_rows=60)
+def measured_alike(directory, steps, *, HELD="copy", PROMPT="", TYPE="grpo", **changed):
+    tasks = MEASURED_ALIKE.replace("HELD", HELD).replace("PROMPT", PROMPT).replace("TYPE", TYPE)
+    write_run(directory, tasks, num_rows=60)
     short = lines(directory, "copy.jsonl")
     long = [row.replace('"prompt": "', '"prompt": "bbbb') for row in short[::2]]
     (directory / "copy.jsonl").write_text("\n".join([*long, *short[1::2]]))

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 from .settings import ConstraintRule, Settings, Task
 
+NEAR = 1.0 - 1e-9
+"""What is closer to a bound is at it but for rounding."""
+
 
 @dataclass
 class Average:
@@ -239,13 +242,14 @@ class Scheduler:
         self.cosines: dict[str, list[float]] = {name: [] for name in self.prior}
         """Means over the other tasks, comparison by comparison."""
 
-    def refit(self, ranks: Mapping[str, int]) -> Scheduler:
+    def refit(self, ranks: Mapping[str, int], fresh: Sequence[str] = ()) -> Scheduler:
         """Return a scheduler for the present tasks and weights.
 
-        It keeps what this one learnt of tasks that stay, as factors on their weights. New tasks begin afresh.
+        It keeps what this one learnt of tasks that stay, as factors on their weights. New tasks begin afresh,
+        and so do those of other rewards, ``fresh``.
         """
         new = Scheduler(self.settings, ranks)
-        kept = [name for name in new.prior if name in self.prior]
+        kept = [name for name in new.prior if name in self.prior and name not in fresh]
         for own in ("traces", "start", "dead_steps", "largest", "best", "waited", "scale", "cosines"):
             getattr(new, own).update({name: getattr(self, own)[name] for name in kept})
         for name in kept:
@@ -449,14 +453,14 @@ class Scheduler:
             deficit = self.deficit(name)
             rate = max(trace.informative_rate, 0.02)
             learnable, error = 1.0, 0.0
-            if rate < 0.25:
+            if rate < 0.25 * NEAR:
                 learnable = math.sqrt(rate / 0.25)
                 error = min(0.5, 0.5 * learnable * trace.informative.error(1.0) / rate)
             low, high = trace.ends(self.settings[name].range_of("reward"))
             if trace.above.steps and deficit > 0.0:
                 # of a group that teaches, as a part of the way that is left
                 part = trace.above.value / (high - low) / rate / deficit
-                if part < 0.25:
+                if part < 0.25 * NEAR:
                     doubt = trace.above.error(high - low) / (high - low) / rate / deficit
                     learnable, error = learnable * part / 0.25, min(0.5, learnable * doubt / 0.25)
             learnable = max(learnable, math.sqrt(0.02 / 0.25))
@@ -537,6 +541,10 @@ class KL:
 
     task: Task
     beta: float
+    start: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start = self.beta
 
     def update(self, kl: float) -> None:
         target = self.task.kl_target
@@ -565,6 +573,13 @@ class Multiplier:
         } | self.rule.multiplier
         self.value = self.integral = self.config["initial_value"]
         self.log_value = math.log(max(0.01, self.value))
+
+    def go_on(self, former: Multiplier) -> None:
+        """Go on from the value of ``former``, which may have had other settings."""
+        self.average, self.integral, self.log_value = former.average, former.integral, former.log_value
+        if former.config["mode"] != self.config["mode"]:
+            self.integral, self.log_value = former.value, math.log(max(0.01, former.value))
+        self.value = min(former.value, self.config["max_value"])
 
     def update(self, cost: float) -> None:
         config, before = self.config, self.average

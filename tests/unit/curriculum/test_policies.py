@@ -381,6 +381,24 @@ def test_the_last_bit_of_a_level_at_its_target_moves_no_share() -> None:
     assert shares[1] == pytest.approx(shares[0], abs=1e-6)
 
 
+def test_the_last_bit_of_a_quarter_of_groups_moves_no_share() -> None:
+    """A mean over groups that comes out below 1/4 by rounding is enough, and the score as certain."""
+    shares, rates = [], []
+    for informative in ((0, 1, 2), (0, 1, 11)):
+        policy = _build(DeficitLearnability, "ab")
+        for step in range(12):
+            is_informative = float(step in informative)
+            seen = {
+                "a": _stats("a", 0.3, informative=is_informative, num_prompts=1),
+                "b": _stats("b", 0.6, num_prompts=40),
+            }
+            policy.update(seen, step)
+        rates.append(policy.traces["a"].informative)
+        shares.append(policy.weights())
+    assert rates[0] < 0.25 == rates[1]
+    assert shares[0] == pytest.approx(shares[1], abs=1e-9)
+
+
 def test_the_score_of_a_task_is_made_anew_after_steps_evaluations_and_a_resume() -> None:
     policy, other = (_build(DeficitLearnability, "ab") for _ in range(2))
     for step in range(4):
