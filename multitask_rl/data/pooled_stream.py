@@ -57,7 +57,8 @@ class PooledStream(PromptStream):
 
     def _start(self) -> None:
         order = list(range(len(self._rows)))
-        random_stream(self._seed, "data", self._task, 0).shuffle(order)
+        seed, task = self._shuffled_by
+        random_stream(seed, "data", task, 0).shuffle(order)
         if self._spec.by == PASS_RATE:
             edges = [i / self._spec.pools for i in range(self._spec.pools + 1)]
             self._labels = [f"{PASS_RATE} {a:.2f} to {b:.2f}" for a, b in itertools.pairwise(edges)]

@@ -376,9 +376,10 @@ class SafetyGuard(Guard):
             alarmed.sort(key=lambda m: (m.detector.cusum - m.detector.limit(settings), m.key), reverse=True)
             answers = (self._answer_alarm(metric, step, evaluations, confirm) for metric in alarmed)
             first = next(answers)
-            # if it was not confirmed, or its task has changed, the next alarm is answered
-            others = (first, *answers) if first.action is GuardAction.warn else ()
-            return next((own for own in others if own.action is not GuardAction.warn), first)
+            if first.action is not GuardAction.warn:
+                return first
+            # it was not confirmed, or its task has changed: the next alarm is answered
+            return next((own for own in answers if own.action is not GuardAction.warn), first)
         self._fresh = {}
         for metric in able:
             above = metric.detector.cusum > 0.5 * metric.detector.limit(settings)

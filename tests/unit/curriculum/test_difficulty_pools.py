@@ -413,3 +413,8 @@ def test_after_a_change_of_rewards_no_row_comes_again_before_the_others(spec: Cu
     more = [row for _, row in second.next(16)]
     assert not {row["id"] for row in drawn} & {row["id"] for row in more}
     assert not [name for name in second.metrics() if "pass_rate" in name], "the new rewards are not known"
+    renamed = PooledStream(ROWS, task="maths", seed=1, spec=spec)
+    renamed.load_state_dict(state)
+    assert [row for _, row in renamed.next(16)] == more, (
+        "the order of the rows is that of the run's beginning"
+    )

@@ -624,6 +624,24 @@ def test_good_weights_older_than_the_recorded_evaluations_say_nothing_about_the_
     assert (decision.action, "has changed" in decision.reason) == (GuardAction.warn, False)
 
 
+def test_alarms_after_the_first_confirmed_one_are_not_answered() -> None:
+    """``a`` falls most and is not confirmed, ``b`` is: ``c`` is neither evaluated anew nor adjusted."""
+    guard, asked = _guard("abc"), []
+    high, low = dict.fromkeys("abc", 0.9), {"a": 0.2, "b": 0.3, "c": 0.4}
+    for step in range(0, 80, 10):
+        guard.observe(step, _constant(high, step))
+
+    def confirm(task: str) -> tuple[TaskEvaluation, TaskEvaluation]:
+        asked.append(task)
+        now = high if task == "a" else low
+        return _constant(now, 80)[task], _constant(high, 70)[task]
+
+    decision = guard.observe(80, _constant(low, 80), confirm)
+    assert (decision.action, decision.task) == (GuardAction.rollback, "b")
+    assert asked == ["a", "b"]
+    assert decision.adjustments.victim == guard.state_dict()["fallen"] == "b"
+
+
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_fresh_evaluations_of_one_alarm_are_pooled_by_prompt(is_fixed: bool) -> None:
     """One is too small (z = 2.4); two confirm, unless the second has the same values (fixed texts)."""
