@@ -34,8 +34,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
 GIB = 2**30
-
-
 aten = torch.ops.aten
 NUM_DEVICES: int = library.fake_cuda_num_devices()
 COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
@@ -400,7 +398,7 @@ def on_device(device):
 def synchronize(device=None) -> None:
     number(device)
     while waiting:
-        source, target = waiting.pop()
+        source, target = waiting.pop(0)  # a later copy into the same memory is the one that stays
         target.copy_(source)
 
 

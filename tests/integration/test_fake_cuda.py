@@ -76,9 +76,12 @@ def test_mistakes_that_a_gpu_refuses_are_refused_and_the_rest_is_computed():
     assert code == 0, said
 
 
-@pytest.mark.parametrize("name", ["run", "engines", "ranks"])
-def test_what_needs_a_gpu_has_all_its_tensors_on_it(name):
-    command = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "not vllm"]
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [("run", "not settings0 and not settings1"), ("engines", "True"), ("ranks", "not cuda")],
+)
+def test_what_needs_a_gpu_has_all_its_tensors_on_it(name, chosen):
+    command = ["-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "not vllm", "-k", chosen]
     code, said = on_fake_devices(*command, f"tests/gpu/test_gpu_{name}.py")
     assert code == 0, said
     assert " passed" in said
