@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from .naive.chat import KINDS
 from .naive.settings import (
     DEFAULTS,
     POLICIES,
@@ -19,7 +20,7 @@ from .naive.settings import (
     Settings,
     Task,
 )
-from .world import CALLS, FORMS, NUM_ROWS, VOCABULARY, Past, Script, prompt_ids, tokens
+from .world import CALLS, FORMS, NUM_ROWS, VOCABULARY, Past, Script, prompt_ids, tokens, vocabulary
 
 NO_RANGE = ((-3.0, 5.0, 11.0, 2.5), (20.0, -50.0, 35.5), (0.0, 0.25, 1.5))
 POLICY_NAMES = ("deficit_learnability", "deficit_learnability", "straggler", "mt_grpo", "static", "uniform")
@@ -43,6 +44,8 @@ ACTING = 0.04
 """Part of the cases whose guard acts."""
 RENAMED = 0.5
 """Part of those that are resumed which then give tasks other names."""
+REDEFINED = 0.7
+"""Part of those that are changed which also get other rewards, constraints, algorithms or names."""
 CHANGED = 0.1
 """Part of the cases with tasks that come, go, come back or change at resumes."""
 STREAMED = 0.2
@@ -57,6 +60,8 @@ OVERRUN = 0.15
 """... some of whose responses exceed the limits of their checks."""
 LONG = 0.2
 """... some of whose prompts are too long."""
+TEMPLATES = 0.12
+"""... with a chat template."""
 STOPPED = 0.3
 """... with stop strings, or worlds that limit answers."""
 ENDS = ("a", "b", "ab", "bc", "aa", "<pad>", "a<pad>", "<pad>b", "b<eos>", "c", "d>", "abc")
@@ -98,10 +103,16 @@ class Case:
     """Step of a resume (0: the start) -> tasks and anchors from there on, in order, with changed settings."""
     renamed: dict[str, str] = field(default_factory=dict)
     """New names of tasks and anchors from the first resume on."""
+    renames: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Step of a resume -> name at first -> name from there on, of some that stay until the end."""
     origins: dict[str, str] = field(default_factory=dict)
     """Name -> the name at first, of those that were renamed."""
+    former: dict[str, str] = field(default_factory=dict)
+    """Name -> the one before it."""
     spelled: list[list[int]] = field(default_factory=list)
     """Tokens that responses hold often."""
+    template: str = ""
+    """Kind of the chat template; empty: there is none."""
     form: str = ""
     """In which calls of tools are written; each is one token."""
     named: list[str] = field(default_factory=list)
@@ -117,35 +128,56 @@ class Case:
         """The name that the task or anchor had at first."""
         return self.origins.get(task, task)
 
-    def rename(self) -> None:
-        """Give tasks the names of the resume."""
-        self.settings.rename(self.renamed)
-        self.past = {self.renamed.get(name, name): past for name, past in self.past.items()}
-        self.origins = {new: old for old, new in self.renamed.items()}
+    def script(self, task: str, plugin: str) -> Script:
+        """How the plugin of a task answers; one that is of the world never does."""
+        owner = self.settings[task]
+        rule = next(r for r in (*owner.rewards, *owner.constraints) if r.name == plugin)
+        return self.scripts.get(script_key(self.origin(task), rule), Script(""))
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tasks other names: former name -> name."""
+        self.settings.rename(names)
+        self.past = {names.get(name, name): past for name, past in self.past.items()}
+        self.origins |= {new: self.origin(old) for old, new in names.items()}
+        self.former |= {new: old for old, new in names.items()}
 
     def change(self, step: int) -> None:
         """Go on with the tasks of the resume at ``step``."""
         settings, chosen = self.settings, self.changes[step]
-        owners = {owner.name: owner for owner in self.everyone}
+        owners = {self.origin(owner.name): owner for owner in self.everyone}
         settings.quantiles_before = len(settings.control_tokens) if step else 0
         now = [owners[name] for name in chosen]
-        for owner in now:
-            for key, value in chosen[owner.name].items():
-                setattr(owner, key, value)
+        for origin, owner in zip(chosen, now, strict=True):
+            for key, value in chosen[origin].items():
+                if key == "algorithm":
+                    owner.become(*value)
+                else:
+                    setattr(owner, key, value)
         settings.tasks = [owner for owner in now if isinstance(owner, Task)]
         settings.anchors = [owner for owner in now if isinstance(owner, Anchor)]
-        read = [o.name for o in now if not (isinstance(o, Task) and o.is_reported)]
-        settings.watched = [key for key in self.watched if key.partition("/")[0] in read]
+        settings.watched = []
+        for key in self.watched:
+            origin, _, metric = key.partition("/")
+            owner = owners[origin]
+            if origin in chosen and (isinstance(owner, Anchor) or owner.can_be_watched(metric)):
+                settings.watched.append(f"{owner.name}/{metric}")
 
     def describe(self) -> str:
         """All of it in one line, to be read."""
         return json.dumps(asdict(self), default=str)
 
 
-def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) -> Case:
+def script_key(task: str, rule: RewardRule | ConstraintRule) -> str:
+    """Name of the script by which a rule answers."""
+    return f"{task}/{rule.name}" + (f"@{rule.version}" if rule.version else "")
+
+
+def draw_case(
+    seed: int, *, with_more: bool = True, acting: bool | None = None, changing: bool | None = None
+) -> Case:
     """Return the case of ``seed``; half of them get ``with_more`` what ``_more`` adds.
 
-    ``acting``: whether the guard acts; None: as drawn.
+    ``acting``: whether the guard acts; ``changing``: whether tasks change at resumes; None: as drawn.
     """
     case = _draw_case(seed)
     if with_more and random.Random(f"more{STREAM} {seed}").random() < 0.5:
@@ -158,6 +190,7 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
         (f"untrained{NEWER}", UNTRAINED, _untrained),
         (f"over{NEWER}", OVERRUN, _overrun),
         (f"tools{NEWER}", TOOLS, _tools),
+        ("templates", TEMPLATES, _template),
         (f"streamed{NEWEST}", STREAMED, _streamed),
         (f"named{NEWEST}", NAMED, _named),
     ):
@@ -165,8 +198,12 @@ def draw_case(seed: int, *, with_more: bool = True, acting: bool | None = None) 
             add(case)
     if acting if acting is not None else random.Random(f"acting {seed}").random() < ACTING:
         _acting(case)
-    if with_more and random.Random(f"changes{NEWEST} {seed}").random() < CHANGED:
+    rng = random.Random(f"changes{NEWEST} {seed}")
+    if changing if changing is not None else with_more and rng.random() < CHANGED:
         _changing(case)
+        rng = random.Random(f"redefined {seed}")
+        if rng.random() < REDEFINED:
+            _redefining(case, rng)
     rng = random.Random(f"renamed{NEWER} {seed}")
     if not case.changes and (case.resumed_at or case.resumed_after_rollback) and rng.random() < RENAMED:
         names = [owner.name for owner in [*case.settings.tasks, *case.settings.anchors]]
@@ -252,6 +289,7 @@ def _more(case: Case) -> None:
     has_control = any(t.type == "reward_conditioned" for t in settings.tasks)
     if rng.random() < 0.2 and settings.reference_decay == 1.0 and not has_control:
         settings.lora_rank = rng.choice([1, 2])
+        settings.lora_dropout = random.Random(f"dropout {case.seed}").choice([0.0, 0.0, 0.4])
     case.tied = rng.random() < 0.15
     settings.guard_factors = [
         {t.name: rng.choice([0.0, 0.5, 2.0]) for t in settings.tasks if rng.random() < 0.5}
@@ -346,6 +384,173 @@ def _changing(case: Case) -> None:
     case.change(0)
 
 
+def _redefining(case: Case, rng: random.Random) -> None:
+    """Let tasks have other rewards, constraints, algorithms and names from a resume on."""
+    steps = [step for step in sorted(case.changes) if step]
+    now = {o.name: Changing(case, o, rng) for o in case.everyone if isinstance(o, Task) and o.type != "sft"}
+    for step in steps:
+        for name in case.changes[step]:
+            if name in now:
+                if rng.random() < 0.6:
+                    for _ in range(rng.choice([1, 1, 2])):
+                        now[name].change()
+                case.changes[step][name] |= now[name].settings()
+    for place, step in enumerate(steps):
+        later = [case.changes[at] for at in steps[place:]]
+        known = [n for n in case.changes[[0, *steps][place]] if all(n in own for own in later)]
+        if rng.random() < 0.5:
+            case.renames[step] = {n: f"new{step}_{n}" for n in known if rng.random() < 0.6}
+
+
+class Changing:
+    """A task's settings as they change from resume to resume."""
+
+    def __init__(self, case: Case, task: Task, rng: random.Random) -> None:
+        self.case, self.task, self.rng = case, task, rng
+        self.rewards, self.constraints = list(task.rewards), list(task.constraints)
+        self.algorithm = task.type, task.given
+        self.primary = task.primary_metric, task.higher_is_better
+        self.limits = task.max_turns, task.max_episode_tokens
+        self.versions: dict[str, int] = {}
+
+    def settings(self) -> dict[str, Any]:
+        """By attribute of the task; ``algorithm`` is for ``Task.become``."""
+        return {
+            "rewards": list(self.rewards),
+            "constraints": list(self.constraints),
+            "algorithm": self.algorithm,
+            "primary_metric": self.primary[0],
+            "higher_is_better": self.primary[1],
+            "max_turns": self.limits[0],
+            "max_episode_tokens": self.limits[1],
+        }
+
+    def change(self) -> None:
+        """Change one thing."""
+        options = []
+        if self.rewards:
+            options += [self.weigh, self.rescore, self.add_reward, self.remove_reward, self.choose_primary]
+        if self.constraints:
+            options += [self.limit, self.rejudge, self.remove_constraint]
+        if self.rewards and self.task.type != "distill":
+            options += [self.add_constraint]
+        if self.task.type != "distill":
+            options += [self.learn, self.learn]
+        if self.task.max_turns:
+            options += [self.cut]
+        if options:
+            self.rng.choice(options)()
+
+    def new_version(self, name: str, script: Script) -> int:
+        """Let a plugin of that name answer so from now on."""
+        version = self.versions[name] = self.versions.get(name, 0) + 1
+        key = f"{self.task.name}/{name}@{version}"
+        self.case.scripts[key] = replace(script, name=key)
+        return version
+
+    def weigh(self) -> None:
+        place = self.rng.randrange(len(self.rewards))
+        changed = replace(self.rewards[place], weight=self.rng.choice([0.0, 0.3, 1.0, 2.0]))
+        rewards = [*self.rewards[:place], changed, *self.rewards[place + 1 :]]
+        self.rewards = rewards if any(r.weight for r in rewards) else self.rewards
+
+    def rescore(self) -> None:
+        """Let a reward answer otherwise, in another range or direction."""
+        able = [i for i, r in enumerate(self.rewards) if not r.is_of_world]
+        if able:
+            place = self.rng.choice(able)
+            former = self.rewards[place]
+            own = self.drawn_reward(former.name)
+            if self.rng.random() < 0.5:
+                own = replace(own, higher_is_better=former.higher_is_better)
+            self.rewards[place] = replace(own, weight=former.weight, overrun=former.overrun)
+            if self.primary[0].partition("/")[0] == former.name:
+                self.primary = former.name, own.higher_is_better
+
+    def drawn_reward(self, name: str) -> RewardRule:
+        scripts: dict[str, Script] = {}
+        rule = _reward(self.rng, self.task.name, 1, scripts)
+        return replace(rule, name=name, version=self.new_version(name, *scripts.values()))
+
+    def add_reward(self) -> None:
+        names = [f"reward{i}" for i in range(4) if f"reward{i}" not in [r.name for r in self.rewards]]
+        if names:
+            place = self.rng.randint(0, len(self.rewards))
+            self.rewards.insert(place, self.drawn_reward(names[0]))
+
+    def remove_reward(self) -> None:
+        gone = self.rng.choice(self.rewards)
+        rewards = [r for r in self.rewards if r is not gone]
+        if any(r.weight for r in rewards):
+            self.rewards = rewards
+            if self.primary[0].partition("/")[0] == gone.name:
+                self.primary = "reward", True
+
+    def choose_primary(self) -> None:
+        rule = self.rng.choice(self.rewards)
+        self.primary = self.rng.choice([("reward", True), (rule.name, rule.higher_is_better)])
+
+    def limit(self) -> None:
+        """Give a constraint other numbers."""
+        place = self.rng.randrange(len(self.constraints))
+        rule = self.constraints[place]
+        if rule.mode == "lagrangian":
+            more = {key: self.rng.choice(own) for key, own in MULTIPLIER.items() if self.rng.random() < 0.2}
+            more |= {"mode": self.rng.choice(["pid", "log"])} if self.rng.random() < 0.2 else {}
+            rule = replace(rule, limit=self.rng.choice([0.05, 0.3]), multiplier=rule.multiplier | more)
+        elif rule.mode == "penalty" and self.rewards:
+            rule = replace(rule, weight=self.rng.choice([1.0, 0.5, 0.0]))
+        else:
+            rule = replace(rule, max_attempts=self.rng.choice([1, 2, 3]))
+        self.constraints[place] = rule
+
+    def rejudge(self) -> None:
+        """Let a constraint answer otherwise, or act otherwise."""
+        place = self.rng.randrange(len(self.constraints))
+        rule, own = self.constraints[place], self.drawn_constraint(self.constraints[place].name)
+        if self.rng.random() < 0.5 and self.rewards and self.task.type != "distill":
+            self.constraints[place] = replace(own, version=rule.version)
+        else:
+            self.constraints[place] = replace(rule, version=own.version, stream_every=0)
+
+    def drawn_constraint(self, name: str) -> ConstraintRule:
+        scripts: dict[str, Script] = {}
+        rule = _constraint(self.rng, self.algorithm[0], self.task.name, 1, scripts)
+        return replace(rule, name=name, version=self.new_version(name, *scripts.values()))
+
+    def add_constraint(self) -> None:
+        known = [c.name for c in self.constraints]
+        names = [f"constraint{i}" for i in range(3) if f"constraint{i}" not in known]
+        if names:
+            self.constraints.append(self.drawn_constraint(names[0]))
+
+    def remove_constraint(self) -> None:
+        if self.rewards:
+            self.constraints.remove(self.rng.choice(self.constraints))
+
+    def learn(self) -> None:
+        """Learn by another algorithm, or with another configuration of the same."""
+        task, settings = self.task, self.case.settings
+        kinds = [kind for kind in DEFAULTS if kind not in ("sft", "distill")]
+        has_price = any(c.mode == "lagrangian" for c in self.constraints)
+        if has_price or task.kl_target is not None or settings.lora_rank:
+            kinds.remove("reward_conditioned")
+        if task.group_size == 1:
+            kinds = ["ppo"]
+        kind = self.rng.choice([*kinds, self.algorithm[0], self.algorithm[0]])
+        config = _config(self.rng, kind, settings.max_staleness)
+        if task.group_size == 1 and "group_baseline" in DEFAULTS[kind]:
+            config["group_baseline"] = False
+        former = dict(self.algorithm[1]) if kind == self.algorithm[0] else {}
+        config.pop("popart_rate", None)  # the average of what was seen with another rate is no formula
+        self.algorithm = kind, config | {k: v for k, v in former.items() if k == "popart_rate"}
+
+    def cut(self) -> None:
+        """Give episodes other limits."""
+        turns, tokens = self.rng.choice([1, 2, 3]), self.rng.choice([0, 0, 4, 8])
+        self.limits = max(2, turns) if self.task.has_tools else turns, tokens
+
+
 def _overrun(case: Case) -> None:
     """Let checks of responses exceed their limits, subtract some rewards, and look at parts of others."""
     rng = random.Random(f"overrun{NEWER} {case.seed}")
@@ -407,6 +612,16 @@ def _named(case: Case) -> None:
             for name in rng.sample(["right", "form"], rng.choice([0, 1, 1, 2])):
                 weight = rng.choice([1.0, 0.5, 0.0, -1.0])
                 task.rewards.append(RewardRule(name=name, is_of_world=True, key=name, weight=weight))
+
+
+def _template(case: Case) -> None:
+    """Let a chat template show conversations, and most often rewrite what was said before."""
+    rng, settings = random.Random(f"template {case.seed}"), case.settings
+    case.template = rng.choice(KINDS)
+    number = len(vocabulary(case.form, case.template))
+    settings.first_control_token = number
+    settings.max_prompt_tokens += 3
+    case.spelled = [*case.spelled, [number - 2], [number - 1], [VOCABULARY.index("t")]]
 
 
 def _long(case: Case) -> None:

@@ -209,8 +209,18 @@ def _reopen(product: Product, run: Run, step: int | None = None) -> Iterator[str
     case = product.case
     product.end()
     run.reopen()
+
+    def rename(origins: Mapping[str, str]) -> None:
+        known = {case.origin(o.name): o.name for o in [*case.settings.tasks, *case.settings.anchors]}
+        names = {known[origin]: new for origin, new in origins.items()}
+        if names:
+            case.rename(names)
+            rename_given(run.given, case, names)
+            run.rename(names)
+
     if step is not None and step in case.changes:
         case.change(step)
+        rename(case.renames.get(step, {}))
         product.begin_anew()
         product.open()
         known, given = run.given.chosen, given_of(case, product)
@@ -221,9 +231,7 @@ def _reopen(product: Product, run: Run, step: int | None = None) -> Iterator[str
                 yield f"weight {name} is not the same"
         return
     if case.renamed and not case.origins:
-        case.rename()
-        rename_given(run.given, case)
-        run.rename(case.renamed)
+        rename(case.renamed)
     product.begin_anew()
 
 

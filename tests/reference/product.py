@@ -59,6 +59,7 @@ from multitask_rl.training.sketch import sketch_gradient
 
 from . import world
 from .cases import Case
+from .naive import chat
 from .naive.controllers import Seen
 from .naive.experience import Asked, Call, Said
 from .naive.records import Answer, Attempt
@@ -67,6 +68,10 @@ from .naive.step import Given
 
 if str(Path(__file__).parents[1]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
+END = "<eos>"
+"""Text of the end token, which a chat template puts behind answers."""
 
 
 class ScriptedEngine(FakeEngine):
@@ -202,7 +207,7 @@ class Worlds:
         def step(own: Any) -> Any:
             answer = own.step(message)
             # errors are long texts, and the model is small
-            short = [{**m, "content": str(m["content"])[:4]} for m in answer.messages]
+            short = [{**m, "content": str(m["content"])[:6]} for m in answer.messages]
             self._told[key] = [m["content"] for m in short]
             return replace(answer, messages=short)
 
@@ -351,7 +356,8 @@ class Product:
         if any(t.type == "distill" for t in settings.tasks):
             self._save_teacher()
         model = ModelConfig(
-            reference_decay=settings.reference_decay, lora=LoraConfig(rank=settings.lora_rank)
+            reference_decay=settings.reference_decay,
+            lora=LoraConfig(rank=settings.lora_rank, dropout=settings.lora_dropout),
         )
         config = RunConfig(
             tasks={t.name: _spec(case, t, self._teacher_directory) for t in settings.tasks}
@@ -631,7 +637,7 @@ def _watched_updates(product: Product) -> Iterator[list[tuple[dict[str, Tensor],
 
 @contextmanager
 def without_a_clock() -> Iterator[None]:
-    """Let the case alone say what takes long.
+    """Let the case alone say what takes long, and what dropout leaves.
 
     A response of which a plugin says ``OVER`` exceeds its limits; the plugin answers the probe. With a quorum
     worlds are waited for, however slow this machine is: they answer at once.
@@ -647,16 +653,51 @@ def without_a_clock() -> Iterator[None]:
         else:
             real(lane, item, result)
 
-    with patch.object(Lane, "_set_result", set_result), patch.object(RolloutStage, "_wait_for_worlds", wait):
+    def drop(module: torch.nn.Dropout, x: Tensor) -> Tensor:
+        own = torch.tensor(world.kept(x.shape[-1]), dtype=x.dtype)
+        return x * own / (1.0 - module.p) if module.training and module.p else x
+
+    with (
+        patch.object(Lane, "_set_result", set_result),
+        patch.object(RolloutStage, "_wait_for_worlds", wait),
+        patch.object(torch.nn.Dropout, "forward", drop),
+    ):
         yield
 
 
 def _tokenizer(case: Case) -> PreTrainedTokenizerFast:
-    names = {c: i for i, c in enumerate(world.vocabulary(case.form))}
+    names = {c: i for i, c in enumerate(world.vocabulary(case.form, case.template))}
     backend = Tokenizer(models.WordLevel(names, unk_token=world.VOCABULARY[world.UNKNOWN]))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    character = "[\\s\\S]" if case.template else "."
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(character), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    found = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    if case.template:
+        found.chat_template = _jinja(case.template)
+    return found
+
+
+def _jinja(kind: str) -> str:
+    """The chat template of that kind (``naive/chat.py``)."""
+    earlier = "and loop.index0 < last.i else m.content"
+    text = {
+        "strip": "m.content | trim",
+        "thoughts": f"m.content.split('t')[-1] if m.role == 'assistant' {earlier}",
+        "short": f"m.content[:2] if m.role != 'assistant' {earlier}",
+    }.get(kind, "m.content")
+    shown = f"{{{{- marks[m.role] }}}}{{{{- {text} }}}}"
+    shown += "{%- if m.role == 'assistant' %}{{- '<eos>' }}{%- endif %}"
+    if kind == "window":
+        shown = f"{{%- if loop.revindex <= 3 %}}{shown}{{%- endif %}}"
+    return (
+        f"{{%- set marks = {json.dumps(chat.MARKS)} %}}"
+        "{%- set last = namespace(i=0) %}"
+        "{%- for m in messages %}{%- if m.role != 'assistant' %}{%- set last.i = loop.index0 %}{%- endif %}"
+        "{%- endfor %}"
+        + ("{{- messages | length }}" if kind == "counted" else "")
+        + f"{{%- for m in messages %}}{shown}{{%- endfor %}}"
+        + "{%- if add_generation_prompt %}{{- marks['assistant'] }}{%- endif %}"
+    )
 
 
 def _plain(name: str) -> str:
@@ -667,13 +708,13 @@ def _plain(name: str) -> str:
 def _model(case: Case, seed: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(world.vocabulary(case.form)),
+        vocab_size=len(world.vocabulary(case.form, case.template)),
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=case.settings.num_heads,
         num_key_value_heads=case.settings.num_key_value_heads,
-        max_position_embeddings=256 if case.form else 64,
+        max_position_embeddings=4096 if case.template else 256 if case.form else 64,
         pad_token_id=world.PAD,
         eos_token_id=world.EOS,
         bos_token_id=None,
@@ -700,7 +741,7 @@ def rows(case: Case, task: str, numbers: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def _plugin(case: Case, task: Task, name: str, **more: Any) -> dict[str, Any]:
-    script = case.scripts[f"{case.origin(task.name)}/{name}"]
+    script = case.script(task.name, name)
     return {
         "world": case.seed,
         "name": script.name,
@@ -780,6 +821,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         given["environment_config"] = {"world": case.seed, "task": origin}
         if origin in case.named:
             given["environment_config"]["has_names"] = True
+        if case.template and not task.has_tools:
+            given["environment_config"]["has_spaces"] = True
         if origin in case.limiting:
             given["environment_config"]["ends"] = case.limiting[origin]
         given |= {"max_turns": task.max_turns, "max_response_tokens": task.max_episode_tokens}
@@ -790,8 +833,8 @@ def _spec(case: Case, task: Task, teacher: str) -> dict[str, Any]:
         given["weight"] = task.weight
     if task.min_share is not None:
         given["min_share"] = task.min_share
-    if task.name in case.origins:
-        given["renamed_from"] = case.origins[task.name]
+    if task.name in case.former:
+        given["renamed_from"] = case.former[task.name]
     if task.evaluation_only:
         given["evaluation_only"] = True
     if task.is_reported:
@@ -805,8 +848,8 @@ def _anchor_spec(case: Case, anchor: Anchor) -> dict[str, Any]:
         "algorithm_config": {"kl": anchor.has_kl, "max_tokens": anchor.max_tokens},
         "sampling": {"max_new_tokens": anchor.max_new_tokens},
     }
-    if anchor.name in case.origins:
-        given["renamed_from"] = case.origins[anchor.name]
+    if anchor.name in case.former:
+        given["renamed_from"] = case.former[anchor.name]
     if anchor.has_answers:
         given["answer"] = "{answer}"
     return given | ({"prompt": ""} if anchor.is_plain else {})
@@ -898,7 +941,14 @@ class Words:
     """By worlds of tools."""
 
     def prompt(self, task: str, draw: int) -> list[int]:
-        return world.prompt_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
+        found = world.prompt_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
+        if self.case.template:
+            opening = [chat.Message("user", world.text_of(found))]
+            return self.encoded(chat.Conversation(self.case.template, opening, END).text)
+        return found
+
+    def encoded(self, text: str) -> list[int]:
+        return world.encoded(text, self.case.form, self.case.template)
 
     def given(self, task: str, draw: int) -> list[int]:
         return world.answer_ids(self.case.seed, self.case.origin(task), self.row(task, draw))
@@ -909,7 +959,8 @@ class Words:
         return derive_seed(self.case.seed, purpose, own, *place)
 
     def spell(self, token: int) -> tuple[str, bool]:
-        return world.vocabulary(self.case.form)[token], token in (world.PAD, world.EOS)
+        text = world.vocabulary(self.case.form, self.case.template)[token]
+        return text, token in (world.PAD, world.EOS)
 
     def write(
         self,
@@ -929,26 +980,62 @@ class Words:
         return Answer(context=context, ids=said.ids, logprobs=said.logprobs, finish=said.finish)
 
     def hear(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
-        seed = self.episode(task, place, tried)
-        origin, text = self.case.origin(task), said[-1].text if said else ""
-        ends = self.case.limiting.get(origin)
-        if said and ends is not None:
-            text = world.with_usage(text, said[-1].finish, len(said[-1].context), len(said[-1].ids))
-        own = world.reply(self.case.seed, origin, self.row(task, place[0]), seed, len(said), text, ends)
-        ids = [world.VOCABULARY.index(c) for c in own.text]
-        if said and not own.is_anew:  # the ends of lines, for which there is no token
+        seed, origin = self.episode(task, place, tried), self.case.origin(task)
+        own = self.reply(task, place, tried, said)
+        ids, is_anew = [world.VOCABULARY.index(c) for c in own.text], own.is_anew
+        if self.case.template:
+            ids, is_anew = self.shown(task, place, tried, said)
+        elif said and not own.is_anew:  # the ends of lines, for which there is no token
             ids = [world.UNKNOWN, *ids, world.UNKNOWN]
         reward = own.reward
         if origin in self.case.named:
             reward = world.by_name(reward, self.case.seed, origin, self.row(task, place[0]), seed, len(said))
         return Said(
             ids=ids,
-            is_anew=own.is_anew,
+            is_anew=is_anew,
             is_done=own.is_done,
             reward=reward,
             fails=own.fails,
             limits=own.limits,
         )
+
+    def reply(
+        self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]
+    ) -> world.Reply:
+        """Of a world without tools."""
+        seed, origin = self.episode(task, place, tried), self.case.origin(task)
+        ends, text = self.case.limiting.get(origin), said[-1].text if said else ""
+        if said and ends is not None:
+            text = world.with_usage(text, said[-1].finish, len(said[-1].context), len(said[-1].ids))
+        return world.reply(self.case.seed, origin, self.row(task, place[0]), seed, len(said), text, ends)
+
+    def shown(
+        self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]
+    ) -> tuple[list[int], bool]:
+        """Return what a chat template shows before the next answer, and whether that is the whole of it."""
+        has_tools = self.case.settings[task].has_tools
+        row = world.prompt_ids(self.case.seed, self.case.origin(task), self.row(task, place[0]))
+        opening = self.reply(task, place, tried, []).text
+        opening = opening if has_tools else world.spaced(opening)
+        first = chat.Message("user", world.text_of(row) + opening)
+        found, text, is_whole = chat.Conversation(self.case.template, [first], END), "", True
+        for number in range(1, len(said) + 1):
+            answer = said[number - 1]
+            if has_tools:
+                words = self.said.get(
+                    (task, self.episode(task, place, tried), tuple(a.text for a in said[:number])), []
+                )
+                text, is_whole = found.add(answer.text, [chat.Message("tool", word) for word in words])
+                continue
+            own = self.reply(task, place, tried, said[:number])
+            words = [chat.Message("user", world.spaced(own.text))]
+            if own.is_anew:
+                found, is_whole = chat.Conversation(self.case.template, words, END), True
+            else:
+                text, is_whole = found.add(answer.text, words)
+        ids = self.encoded(found.text if is_whole else text)
+        has_ended = bool(said) and said[-1].ids[-1] == world.EOS
+        return ids[1:] if has_ended and not is_whole else ids, is_whole
 
     def episode(self, task: str, place: tuple[int, int, int], tried: int) -> int:
         """Seed of the world."""
@@ -956,19 +1043,22 @@ class Words:
 
     def calls(self, ids: Sequence[int]) -> list[world.Call]:
         first = len(world.VOCABULARY)
-        return [world.CALLS[i - first] for i in ids if i >= first]
+        return [world.CALLS[i - first] for i in ids if first <= i < first + len(world.CALLS)]
 
     def call(self, task: str, place: tuple[int, int, int], tried: int, made: list[str], call: Call) -> bool:
         assert isinstance(call, world.Call)
         made.append(f"look {call.arguments['place']}" if call.tool == "look" else call.tool)
         return world.look(*self.world_of(task, place, tried), made) is None
 
-    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> list[int]:
+    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         """Take the words of errors from the product; a world that has not heard these answers has none."""
+        if self.case.template:
+            ids, is_anew = self.shown(task, place, tried, said)
+            return Said(ids=ids, is_anew=is_anew)
         words = self.said.get((task, self.episode(task, place, tried), tuple(a.text for a in said)), [])
         text = "\n" + "".join(f"{word}\n" for word in words)
         known = {c: i for i, c in enumerate(world.VOCABULARY) if len(c) == 1}
-        return [known.get(c, world.UNKNOWN) for c in text]
+        return Said(ids=[known.get(c, world.UNKNOWN) for c in text])
 
     def earned(
         self, task: str, place: tuple[int, int, int], tried: int, made: Sequence[str]
@@ -987,10 +1077,11 @@ class Words:
 def given_of(case: Case, product: Product) -> Given:
     """What the reference is given: the same world, and the product's chance."""
     streams = {
-        t.name: PromptStream(product.trainer.plan.rows[t.name][0], task=t.name, seed=case.seed)
+        origin: PromptStream(product.trainer.plan.rows[t.name][0], task=origin, seed=case.seed)
         for t in case.settings.trained
+        for origin in [case.origin(t.name)]
     }
-    drawn: dict[str, list[int]] = {t.name: [] for t in case.settings.tasks}
+    drawn: dict[str, list[int]] = {case.origin(t.name): [] for t in case.settings.tasks}
     chosen: dict[str, dict[int, int]] = {t.name: {} for t in case.settings.tasks if t.curriculum}
 
     def row(task: str, draw: int) -> int:
@@ -1020,7 +1111,7 @@ def given_of(case: Case, product: Product) -> Given:
                 found[task][name] = value
         return found
 
-    read = {n: [int(r["id"]) for r in own.eval_rows] for n, own in product.trainer.tasks.items()}
+    read = {case.origin(n): [int(r["id"]) for r in own.eval_rows] for n, own in product.trainer.tasks.items()}
 
     def held_out(task: str, draw: int) -> int:
         return read[case.origin(task)][draw]
@@ -1028,17 +1119,18 @@ def given_of(case: Case, product: Product) -> Given:
     def asked(
         task: str, plugin: str, draw: int, index: int, attempt: int, ids: Sequence[int]
     ) -> float | str | None:
-        script = case.scripts[f"{case.origin(task)}/{plugin}"]
-        said = world.answer(case.seed, script, world.Sample(task, draw, index, attempt, tuple(ids)))
+        said = world.answer(
+            case.seed, case.script(task, plugin), world.Sample(task, draw, index, attempt, tuple(ids))
+        )
         assert FAILED == world.FAILED
         return said
 
     def read_answer(attempt: Attempt, reward: str) -> str:
-        script = case.scripts.get(f"{case.origin(attempt.task)}/{reward}", world.Script(""))
+        script = case.script(attempt.task, reward)
         return world.read_answer(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
 
     def part(attempt: Attempt, reward: str) -> float | None:
-        script = case.scripts.get(f"{case.origin(attempt.task)}/{reward}", world.Script(""))
+        script = case.script(attempt.task, reward)
         return world.part(case.seed, script, world.Sample(*attempt.name, tuple(attempt.ids)))
 
     def shuffle(task: str, step: int, epoch: int, number: int) -> list[int]:
@@ -1064,12 +1156,13 @@ def given_of(case: Case, product: Product) -> Given:
         order=order,
         column=column,
         chosen=chosen,
+        kept=world.kept,
         compared=compared,
         world=Words(case, "rollout", row, product.told),
         held_out_world=Words(case, "evaluation", held_out, product.told),
         confirming_world=lambda purpose: Words(case, purpose, held_out, product.told),
         teachers=product.teachers(),
-        held_out={n: len(own) for n, own in read.items()},
+        held_out={n: len(own.eval_rows) for n, own in product.trainer.tasks.items()},
         asked=Asked(value=asked, part=part),
         shuffle=shuffle,
         ranks=_ranks(case),
@@ -1086,10 +1179,10 @@ def _ranks(case: Case) -> dict[str, int]:
     return {t.name: derive_seed(case.seed, "quota", t.name) for t in case.settings.tasks}
 
 
-def rename_given(given: Given, case: Case) -> None:
-    """Tell the reference of the tasks' new names."""
+def rename_given(given: Given, case: Case, names: Mapping[str, str]) -> None:
+    """Tell the reference of the tasks' new names: former name -> name."""
     for known in (given.held_out, given.teachers, given.chosen):
-        for old, new in case.renamed.items():
+        for old, new in names.items():
             if old in known:
                 known[new] = known.pop(old)
     given.ranks = _ranks(case)

@@ -1,6 +1,6 @@
 """Plugins for the product that answer as ``world.py`` says."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.environments.base import Opening, StepResult, World
@@ -18,6 +18,7 @@ from reference.world import (
     part,
     read_answer,
     reply,
+    spaced,
     with_usage,
 )
 
@@ -125,9 +126,10 @@ class Talk(World):
         seed: int = 0,
         ends: list[str] | None = None,
         has_names: bool = False,
+        has_spaces: bool = False,
     ):
         self.name, self.episode, self.turn, self.ends = (world, task), seed, 0, ends
-        self.has_names = has_names
+        self.has_names, self.has_spaces = has_names, has_spaces
 
     def reset(self, row):
         self.row = row["id"]
@@ -157,7 +159,7 @@ class Talk(World):
         said = reply(*self.name, self.row, self.episode, self.turn, text, self.ends)
         if said.fails:
             raise RuntimeError("scripted")
-        return said
+        return replace(said, text=spaced(said.text)) if self.has_spaces else said
 
 
 class Tools:

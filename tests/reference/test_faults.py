@@ -17,6 +17,7 @@ from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler, Unlear
 from multitask_rl.curriculum.signal import TaskTrace
 from multitask_rl.curriculum.straggler import Straggler
 from multitask_rl.data import PooledStream
+from multitask_rl.data.render import Conversation
 from multitask_rl.environments.calls import CallCounts
 from multitask_rl.guard.watched_metric import RegressionDetector
 from multitask_rl.models import lora
@@ -26,6 +27,7 @@ from multitask_rl.run.state import RunState
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.scoring.items import Item
 from multitask_rl.statistics import definitions
+from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step import episodes, refill, task_state
 from multitask_rl.step import metrics as step_metrics
 from multitask_rl.step.metrics import StepReport
@@ -484,6 +486,23 @@ def was_dead(case, steps):
 
 
 GROUPED = ("grpo", "dapo", "gspo", "cispo", "constrained_decoding")
+
+
+def earlier_messages_stay_as_they_were(patch):
+    real = Conversation.reply
+    patch.setattr(Conversation, "reply", lambda self, *given: (real(self, *given)[0], None))
+
+
+def adapters_read_all_of_their_input(patch):
+    real = product.add_adapters
+    whole = lambda network, config, seed: real(network, replace(config, dropout=0.0), seed)  # noqa: E731
+    patch.setattr(product, "add_adapters", whole)
+
+
+def other_rewards_are_the_same(patch):
+    patch.setattr(task_state.TaskState, "is_redefined", lambda self, metric=REWARD: False)
+
+
 FAULTS = {
     std_of_the_batch: has(GROUPED, normalisation="group"),
     costs_are_not_seen: has(GROUPED, mode="lagrangian", entropy_coefficient=0.0),
@@ -538,6 +557,13 @@ FAULTS = {
     a_teacher_has_another_temperature: has(("distill",), exact=True),
     given_answers_have_no_end: has(("sft",)),
     adapters_count_once_more: lambda case: case.settings.lora_rank > 0,
+    adapters_read_all_of_their_input: lambda case: case.settings.lora_dropout > 0.0,
+    earlier_messages_stay_as_they_were: lambda case: (
+        case.template not in ("", "plain", "strip") and any(t.max_turns > 1 for t in case.settings.tasks)
+    ),
+    other_rewards_are_the_same: lambda case: any(
+        "rewards" in own for chosen in case.changes.values() for own in chosen.values()
+    ),
     frozen_tasks_keep_a_share: lambda case: (
         evaluates()(case) and any(0.0 in own.values() for own in case.settings.guard_factors)
     ),

@@ -69,9 +69,18 @@ def written(call: Call, form: str) -> str:
     return f"<function={call.tool}>\n{own}</function>"
 
 
-def vocabulary(form: str) -> list[str]:
-    """Texts of the tokens; with a ``form`` calls are tokens, too."""
-    return [*VOCABULARY, *(written(call, form) for call in CALLS if form)]
+SPACES = (" ", "\n")
+
+
+def vocabulary(form: str, template: str = "") -> list[str]:
+    """Texts of the tokens; with a ``form`` calls are tokens, too, and with a chat template white space."""
+    return [*VOCABULARY, *(written(call, form) for call in CALLS if form), *(SPACES if template else ())]
+
+
+def encoded(text: str, form: str, template: str) -> list[int]:
+    """Token ids of a text that may hold the end token; no call in it is one token."""
+    known = {c: i for i, c in enumerate(vocabulary(form, template)) if len(c) == 1 or i == EOS}
+    return [known.get(piece, UNKNOWN) for piece in re.findall("<eos>|[\\s\\S]", text)]
 
 
 def prompt_ids(seed: int, task: str, row: int) -> list[int]:
@@ -172,6 +181,17 @@ def _reply(seed: int, task: str, row: int, episode: int, turn: int, heard: str) 
     reward = rng.choice([None, 0.0, 0.25, 1.0])
     end = rng.random()
     return Reply(text=text, is_anew=end < 0.25, is_done=0.25 <= end < 0.5, reward=reward)
+
+
+def spaced(text: str) -> str:
+    """The words of a world, if it is one that writes white space around them."""
+    return f" {text} " if text else text
+
+
+def kept(width: int) -> list[bool]:
+    """What the dropout of adapters leaves of inputs of that width, in every pass that trains."""
+    rng = stream("dropout", width)
+    return [rng.random() < 0.6 for _ in range(width)]
 
 
 def by_name(reward: float | None, *place: object) -> dict[str, float] | None:

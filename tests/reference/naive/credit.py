@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,13 @@ class CreditState:
     rewards: Moments = field(default_factory=lambda: Moments(0.05))
     targets: Moments | None = None
     """Of the value targets (PopArt)."""
+    waits: bool = False
+    """Since the rewards are other ones, all were equal: PopArt waits for their unit."""
+
+    def forget_rewards(self) -> None:
+        """Measure other rewards anew."""
+        self.scales.pop("reward", None)
+        self.rewards, self.targets, self.waits = Moments(0.05), None, True
 
 
 @dataclass
@@ -105,22 +112,22 @@ def normalised(
 def minus_costs(
     advantages: list[Values],
     samples: Sequence[Sample],
-    multipliers: Sequence[float],
-    of: Callable[[Sequence[Sample], Values, int], list[Values]],
+    multipliers: Mapping[str, float],
+    of: Callable[[Sequence[Sample], Values, str], list[Values]],
 ) -> list[Values]:
     """(A - sum lambda_i A_i) / (1 + sum lambda_i) per sample; A_i is 0 where constraint i is not concerned.
 
     Args:
-        of: samples that a constraint concerns, their costs, its number -> the costs' advantages.
+        of: samples that a constraint concerns, their costs, its name -> the costs' advantages.
     """
     result = [list(a) for a in advantages]
-    for i, multiplier in enumerate(multipliers):
+    for i, (name, multiplier) in enumerate(multipliers.items()):
         concerned = [k for k, s in enumerate(samples) if not math.isnan(s.costs[i])]
         if multiplier > 0.0 and concerned:
             own = [samples[k] for k in concerned]
-            for k, part in zip(concerned, of(own, [s.costs[i] for s in own], i), strict=True):
+            for k, part in zip(concerned, of(own, [s.costs[i] for s in own], name), strict=True):
                 result[k] = [a - multiplier * c for a, c in zip(result[k], part, strict=True)]
-    return [[a / (1.0 + math.fsum(multipliers)) for a in own] for own in result]
+    return [[a / (1.0 + math.fsum(multipliers.values())) for a in own] for own in result]
 
 
 def each(values: Values) -> list[Values]:
@@ -128,12 +135,12 @@ def each(values: Values) -> list[Values]:
 
 
 def credit(
-    task: Task, state: CreditState, samples: Sequence[Sample], multipliers: Sequence[float], beta: float
+    task: Task, state: CreditState, samples: Sequence[Sample], multipliers: Mapping[str, float], beta: float
 ) -> Credited:
     """Give every sample its advantages per token (and a critic its targets).
 
     Args:
-        multipliers: lambda of each lagrangian constraint.
+        multipliers: lambda of each lagrangian constraint, by its name.
         beta: of the KL inside the reward; 0 where it is in the loss.
     """
     if task.type == "ppo":
@@ -163,10 +170,10 @@ def credit(
     if task.type != "reinforce_pp":
         out.metrics["reward_scale"] = state.scales["reward"].value if "reward" in state.scales else 1.0
 
-    def of_cost(own: Sequence[Sample], costs: Values, i: int) -> list[Values]:
+    def of_cost(own: Sequence[Sample], costs: Values, name: str) -> list[Values]:
         where = [s.group for s in own]
         deviations = centred(task, costs, where, [sum(s.is_choice) for s in own])
-        return each(normalised(task, state, deviations, where, f"cost {i}"))
+        return each(normalised(task, state, deviations, where, f"cost/{name}"))
 
     part = [a for (a,) in minus_costs(each(part), samples, multipliers, of_cost)]
     if beta > 0.0:
@@ -203,13 +210,13 @@ def _decoupled(task: Task, samples: Sequence[Sample], groups: Sequence[object]) 
 def _reinforce_pp(
     task: Task,
     samples: Sequence[Sample],
-    multipliers: Sequence[float],
+    multipliers: Mapping[str, float],
     beta: float,
     out: Credited,
 ) -> None:
     """Whitened over the tokens of the task, less the KL still to come, itself less its mean over tokens."""
 
-    def per_token(own: Sequence[Sample], values: Values, _: int = 0) -> list[Values]:
+    def per_token(own: Sequence[Sample], values: Values, _: str = "") -> list[Values]:
         where, sizes = [s.group for s in own], [sum(s.is_choice) for s in own]
         base = centred(task, values, where, sizes) if task.config["group_baseline"] else values
         found = iter(whitened([v for v, n in zip(base, sizes, strict=True) for _ in range(n)]))
@@ -232,7 +239,7 @@ def _reinforce_pp(
 
 
 def _with_critic(
-    task: Task, state: CreditState, samples: Sequence[Sample], multipliers: Sequence[float], beta: float
+    task: Task, state: CreditState, samples: Sequence[Sample], multipliers: Mapping[str, float], beta: float
 ) -> Credited:
     """PPO: whitened outcome on the last token, KL on every token, generalised advantage estimation."""
     out = Credited()
@@ -248,7 +255,10 @@ def _with_critic(
     out.metrics |= {"reward_running_mean": moments.mean, "reward_scale": unit}
     targets = state.targets
     factor, shift = 1.0, 0.0
-    if config["popart"]:
+    # a head goes on in the unit of the targets until the step after popart is turned off
+    has_targets = (config["popart"] or targets is not None) and not (state.waits and not unit)
+    state.waits = state.waits and not unit
+    if has_targets:
         if targets is None:
             targets = state.targets = Moments(config["popart_rate"])
             targets.add(moments.mean, unit**2)
@@ -276,20 +286,22 @@ def _with_critic(
         s.returns = torch.tensor(own, dtype=torch.float64) + s.old_values
     if beta > 0.0:
         out.metrics["response_kl"] = kl_sum / len(samples)
-    if config["popart"]:
+    if has_targets:
         assert targets is not None
         returns = torch.cat([s.returns for s in samples if s.returns is not None])
         old_mean, old_std = targets.mean, targets.std or 1.0
         targets.add(old_mean + old_std * float(returns.mean()), old_std**2 * float(returns.var(correction=0)))
-        new_std = targets.std or 1.0
-        a, b = old_std / new_std, (old_mean - targets.mean) / new_std
+        now = targets if config["popart"] else moments
+        new_std = now.std or 1.0
+        a, b = old_std / new_std, (old_mean - now.mean) / new_std
         for s in samples:
             assert s.returns is not None
             s.returns = a * s.returns + b
             assert s.old_values is not None
             s.old_values = a * s.old_values + b
         out.value_rescale = (a, b)
-        out.metrics |= {"value_mean": targets.mean, "value_scale": targets.std}
+        out.metrics |= {"value_mean": now.mean, "value_scale": now.std}
+        state.targets = targets if config["popart"] else None
     values = iter(whitened(advantages, floor=0.1))
     for s in samples:
         s.advantages = torch.tensor([next(values) for _ in s.ids], dtype=torch.float64)

@@ -92,7 +92,7 @@ class World(Protocol):
         """Make a call, and add it to those ``made``; return whether it raises."""
         ...
 
-    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> list[int]:
+    def told(self, task: str, place: tuple[int, int, int], tried: int, said: Sequence[Answer]) -> Said:
         """Return what the actor is told of the calls of its last answer."""
         ...
 
@@ -266,7 +266,7 @@ def play(
         own.answers, own.earned, own.finish = [], None, "error"
         own.made, own.facts, own.earned_by = [], Counter(), {}
         said = world.hear(task.name, place, tried, [])
-        fitted = fit([*world.prompt(task.name, draw), *said.ids])
+        fitted = fit([*said.ids] if said.is_anew else [*world.prompt(task.name, draw), *said.ids])
         if fitted is None and not said.fails:
             break
         context = [*control, *(fitted or [])]
@@ -323,7 +323,7 @@ def use_tools(task: Task, own: Attempt, tried: int, world: World) -> Said:
             own.facts[f"tool_calls/{call.tool}"] += 1
             if world.call(task.name, place, tried, own.made, call):
                 own.facts[f"tool_errors/{call.tool}"] += 1
-    return Said(ids=world.told(task.name, place, tried, own.answers)) if calls else Said(is_done=True)
+    return world.told(task.name, place, tried, own.answers) if calls else Said(is_done=True)
 
 
 def is_trainable(task: Task, attempt: Attempt) -> bool:

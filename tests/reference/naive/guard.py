@@ -129,7 +129,7 @@ class Guard:
         self.good: dict[str, Number] = {}
         self.since_good = 0
         self.measured_by: Mapping[str, object] = {}
-        """Task -> what its values are of."""
+        """Watched metric -> what its values are of."""
 
     def refit(self, watched: list[str], begin_at_zero: list[str], measured_by: Mapping[str, object]) -> None:
         """Watch other metrics from now on; those that were not watched begin afresh."""
@@ -155,7 +155,7 @@ class Guard:
     ) -> list[str]:
         """Return what has a value with an error."""
         for key in [key for key in self.watched if key in numbers]:
-            now = self.measured_by.get(key.partition("/")[0])
+            now = self.measured_by.get(key)
             if self.detectors[key].measured_by != now:
                 if self.detectors[key].count:
                     self.begin_anew(key)
@@ -231,6 +231,11 @@ class ActingGuard(Guard):
         if self.victim not in there:
             self.factors, self.victim = {}, ""
 
+    def forget_rewards(self, tasks: Sequence[str]) -> None:
+        """Take the training rewards so far as not known: those to come are others."""
+        for own in self.history:
+            own |= {name: (*own[name][:3], math.nan) for name in tasks if name in own}
+
     def begin_anew(self, key: str) -> None:
         super().begin_anew(key)
         self.fresh.pop(key, None)
@@ -239,6 +244,8 @@ class ActingGuard(Guard):
             self.factors, self.victim = {}, ""  # what its fall was answered with is over
 
     def note_step(self, step: int, seen: Mapping[str, tuple[float, float, float]]) -> None:
+        """Add a step; forget those of tasks that are not trained any more."""
+        self.history = [{name: x[name] for name in x if name in seen} for x in self.history]
         self.history.append({name: (step, *own) for name, own in seen.items()})
         del self.history[: -2 * self.rules.rollback_steps]
 

@@ -58,6 +58,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 _AVERAGES = {"smoothing": 0.1, "prompts_averaged": 1, "prior_prompts": 20}
 
+OF_CONSTRAINTS = ("cost", "constraint/", "flagged_", "rejection_", "violation_", "served_violation_")
+"""Beginnings of the names of metrics of constraints."""
+
 POLICIES: dict[str, dict[str, float]] = {
     "deficit_learnability": _AVERAGES | {"prompts_averaged": 100, "sharpness": 4.0},
     "straggler": _AVERAGES | {"exponent": 1.5},
@@ -86,6 +89,14 @@ class RewardRule:
     """Name of what it takes of that; empty = the sum."""
     overrun: float | None = None
     """Value of a response that exceeds the limits of the check; None = the worst there is."""
+    version: int = 0
+    """Of its plugin and its configuration: another number is another rule."""
+
+    @property
+    def definition(self) -> object:
+        """What its values are computed from."""
+        own = (self.is_of_world, self.key, self.version, self.low, self.high, self.higher_is_better)
+        return *own, self.overrun
 
     @property
     def if_over(self) -> float | str:
@@ -114,6 +125,13 @@ class ConstraintRule:
     stream_every: int = 0
     """Tokens between two looks at a response that is being written; 0 = none."""
     multiplier: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+    """As of a reward."""
+
+    @property
+    def definition(self) -> object:
+        """What its costs are computed from."""
+        return self.version, self.stream_every
 
 
 @dataclass(kw_only=True)
@@ -179,13 +197,58 @@ class Task:
     def __deepcopy__(self, _: object) -> Task:
         return self
 
-    @property
-    def measured_by(self) -> tuple[bool, float]:
-        """What of its evaluations a resume may change: the split, and the temperature of responses.
+    def become(self, kind: str, config: dict[str, Any]) -> None:
+        """Learn by another algorithm, or with another configuration of it."""
+        self.type, self.given, self.config = kind, config, DEFAULTS[kind] | config
 
-        A task that is only evaluated keeps its own temperature; that of others is 1.
+    @property
+    def definitions(self) -> dict[str, object]:
+        """What metrics are computed from: values of other settings are not compared (docs/definitions.md).
+
+        By metric, and ``rule/<constraint>`` for the costs of one. Without a name it is the primary metric.
         """
-        return self.is_reported, self.temperature if self.evaluation_only and self.has_rewards else 1.0
+        world = (self.max_turns, self.max_tool_calls, self.max_episode_tokens) if self.max_turns else None
+        weighed = [(r.definition, r.weight) for r in self.rewards if r.weight]
+        weighed += [(c.definition, -c.weight) for c in self.constraints if c.mode == "penalty" and c.weight]
+        judges: list[object] = [
+            (c.name, c.definition, c.mode, c.max_attempts, c.weight > 0.0) for c in self.constraints
+        ]
+        is_trained_on = self.type == "constrained_decoding" and any(
+            c.mode == "reject" for c in self.constraints
+        )
+        rejected = self.given.get("rejected_reward"), is_trained_on
+        found: dict[str, object] = {f"reward/{r.name}": (r.definition, world) for r in self.rewards}
+        found["reward"] = (sorted(weighed, key=repr), rejected, world) if self.rewards else (judges, world)
+        found["constraint"] = judges, world
+        found |= {f"rule/{c.name}": (c.definition, world) for c in self.constraints}
+        of = self.primary_metric.partition("/")[0]
+        of = of if of == "reward" else f"reward/{of}"
+        found[""] = (self.primary_metric, found[of]) if self.has_rewards else None
+        found["solved"] = found[""], self.solved_at, self.higher_is_better
+        return found
+
+    def measured_by(self, metric: str = "") -> object:
+        """What of an evaluation's metric a resume may change; without a name, of the primary one.
+
+        That is its definition, which way is better, the split, the temperature of responses and the control
+        token. A task that is only evaluated keeps its own temperature; that of others is 1.
+        """
+        definitions = self.definitions
+        own = "/".join(metric.split("/")[:2])
+        if metric.startswith(OF_CONSTRAINTS):
+            own = "constraint"
+        elif metric == "reward_mean":
+            own = "reward"
+        temperature = self.temperature if self.evaluation_only and self.has_rewards else 1.0
+        is_higher = metric or self.higher_is_better
+        control = self.config["quantiles"] if self.type == "reward_conditioned" else 0
+        return definitions.get(own), is_higher, self.is_reported, temperature, control
+
+    def can_be_watched(self, metric: str) -> bool:
+        """Whether a metric of evaluations exists now, and controllers read it."""
+        if metric.startswith("reward/"):
+            return not self.is_reported and metric.removeprefix("reward/") in [r.name for r in self.rewards]
+        return not self.is_reported and (not metric.startswith(OF_CONSTRAINTS) or bool(self.constraints))
 
     @property
     def has_rewards(self) -> bool:
@@ -310,6 +373,7 @@ class Settings:
     end_token: int = 1
     lora_rank: int = 0
     """0 = all weights are trained."""
+    lora_dropout: float = 0.0
 
     @property
     def trained(self) -> list[Task]:

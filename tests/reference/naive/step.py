@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,6 +104,8 @@ class Given:
     """task -> the column that sorts its rows into pools; None: the pass rate does."""
     chosen: dict[str, dict[int, int]] = field(default_factory=dict)
     """Task with a curriculum -> row of each draw, told by the run."""
+    kept: Callable[[int], Sequence[bool]] = lambda width: [True] * width
+    """Width of an adapter's input -> what dropout leaves of it."""
     compared: Callable[[], Mapping[str, Mapping[str, float]]] = dict
     """Task -> ``grad_norm`` and cosines that the product found in this step."""
 
@@ -149,7 +151,7 @@ class Checkpoint:
 
 OF_A_CHECKPOINT = ("weights", "refused", "step_number", "version", "scheduler", "optimizer", "credit_states")
 OF_A_CHECKPOINT += ("kls", "multipliers", "draws", "buffers", "reference", "pools", "written", "evaluated_at")
-OF_A_CHECKPOINT += ("left_out", "unmeasured", "measured_by")
+OF_A_CHECKPOINT += ("left_out", "unmeasured", "measured_by", "definitions", "types")
 OF_A_TASK = ("refused", "credit_states", "kls", "multipliers", "draws", "left_out", "buffers", "pools")
 OF_A_TASK += ("written",)
 """Attributes with a value per task."""
@@ -223,7 +225,14 @@ class Run:
         """Let every task begin."""
         self.refused: dict[str, Refused] = {t.name: {} for t in self.settings.tasks}
         self.credit_states = {t.name: CreditState() for t in self.settings.tasks}
-        self.measured_by: dict[str, object] = {t.name: t.measured_by for t in self.settings.tasks}
+        self.measured_by: dict[str, object] = {t.name: t.measured_by() for t in self.settings.tasks}
+        """Task or ``task/metric`` -> what its values are of."""
+        for key in self.settings.watched:
+            name, _, metric = key.partition("/")
+            if name in self.measured_by:
+                self.measured_by[key] = self.settings[name].measured_by(metric)
+        self.definitions = {t.name: t.definitions for t in self.settings.tasks}
+        self.types = {t.name: t.type for t in self.settings.tasks}
         self.kls = {t.name: KL(t, t.kl_coefficient) for t in self.settings.tasks}
         self.multipliers = {
             t.name: [Multiplier(c) for c in t.constraints if c.mode == "lagrangian"]
@@ -391,28 +400,80 @@ class Run:
         self.first_weights = {
             n: first[n] if n in first and first[n].shape == w.shape else w for n, w in weights.items()
         }
-        self.fit_state()
+        redefined = self.fit_state()
         self.guard.refit(*self.watched(), self.measured_by)
         if isinstance(self.guard, ActingGuard):
+            self.guard.forget_rewards(redefined)
             self.guard.forget_all_but([task.name for task in self.settings.trained])
 
-    def fit_state(self) -> None:
-        """Fit what a checkpoint holds to the present tasks."""
+    def fit_state(self) -> list[str]:
+        """Fit what a checkpoint holds to the present tasks; return those whose reward is another one."""
         before, measured_by = {key: getattr(self, key) for key in OF_A_TASK}, self.measured_by
+        definitions, types = self.definitions, self.types
         self.begin_tasks()
         for key, own in before.items():
             now = getattr(self, key)
-            now |= {name: value for name, value in own.items() if name in now}
+            if key not in ("multipliers", "kls", "pools"):
+                now |= {name: value for name, value in own.items() if name in now}
+        fresh = []
+        for task in self.settings.tasks:
+            if task.name in definitions:
+                is_fresh = self.fit_task(task, before, definitions[task.name], types[task.name])
+                fresh += [task.name] if is_fresh else []
         known = [*before["refused"], *before["written"]]
         names = [owner.name for owner in [*self.settings.tasks, *self.settings.anchors]]
-        changed = [n for n, by in self.measured_by.items() if measured_by.get(n) != by]
+        changed = [n for n in names if n in self.measured_by and measured_by.get(n) != self.measured_by[n]]
         self.unmeasured = [n for n in names if n not in known or n in [*changed, *self.unmeasured]]
-        self.scheduler = self.scheduler.refit(self.given.ranks)
+        self.scheduler = self.scheduler.refit(self.given.ranks, fresh)
         self.weights = fitted(self.weights, self.first_weights)
         first = merged({n: w for n, w in self.first_weights.items() if not n.startswith("critic.")})
         self.reference, self.initial = fitted(self.reference, first), fitted(self.initial, first)
+        self.begin_reference()
         self.optimizer.fit(self.first_weights)
         self.speakers[self.fingerprint()] = self.version
+        return fresh
+
+    def begin_reference(self) -> None:
+        """Let the averaged reference begin with the first task that needs it."""
+        if not any(t.kl_coefficient for t in self.settings.trained if t.name in self.scheduler.prior):
+            self.reference = self.initial
+
+    def fit_task(
+        self, task: Task, before: Mapping[str, Any], definitions: Mapping[str, object], former_type: str
+    ) -> bool:
+        """Let what is of other settings begin afresh; return whether the reward is another one.
+
+        ``before``: attributes of the run at the checkpoint; ``definitions`` and type are the task's then.
+        """
+        name, now = task.name, task.definitions
+        redefined = {key for key in now if key in definitions and definitions[key] != now[key]}
+        is_fresh = "reward" in redefined
+        if name in before["pools"] and name in self.pools:
+            if is_fresh:
+                self.pools[name].last = before["pools"][name].last
+            else:
+                self.pools[name] = before["pools"][name]
+        kl = before["kls"][name]
+        if task.kl_target is not None and kl.start == task.kl_coefficient:
+            self.kls[name].beta = kl.beta
+        former = {m.rule.name: m for m in before["multipliers"][name]}
+        for m in self.multipliers[name]:
+            if f"rule/{m.rule.name}" not in redefined and m.rule.name in former:
+                m.go_on(former[m.rule.name])
+        if former_type != task.type:
+            self.credit_states[name], self.buffers[name] = CreditState(), []
+        state = self.credit_states[name]
+        kept = [f"cost/{m.rule.name}" for m in self.multipliers[name] if m.rule.name in former]
+        kept = [key for key in kept if f"rule{key.removeprefix('cost')}" not in redefined]
+        state.scales = {key: own for key, own in state.scales.items() if key in ["reward", *kept]}
+        if is_fresh:
+            self.buffers[name] = []
+            state.forget_rewards()
+        if any(key in ("", "reward") or key.startswith("reward/") for key in redefined):
+            self.refused[name] = {}
+        known = ["reward", "primary", *(r.name for r in task.rewards)]
+        self.refused[name] = {k: x for k, x in self.refused[name].items() if k.partition("/")[0] in known}
+        return is_fresh
 
     def rename(self, names: Mapping[str, str]) -> None:
         """Go on with tasks of other names, former name -> name; ``settings`` and ``given`` have them."""
@@ -547,7 +608,7 @@ class Run:
                 gaps = [float((s.old_logprobs - s.reference_logprobs).sum()) for s in own]  # type: ignore[operator]
                 metrics[task.name]["kl"] = math.fsum(gaps) / len(gaps)
             beta = self.kls[task.name].beta
-            multipliers = [m.value for m in self.multipliers[task.name]]
+            multipliers = {m.rule.name: m.value for m in self.multipliers[task.name]}
             in_reward = beta if task.kl_placement == "reward" else 0.0
             out = credit(task, self.credit_states[task.name], own, multipliers, in_reward)
             metrics[task.name] |= out.metrics
@@ -612,7 +673,7 @@ class Run:
         betas = {name: kl.beta for name, kl in self.kls.items()}
         losses = token_losses(
             settings,
-            actor,
+            self.dropped(actor),
             self.critic(leaves),
             self.rounded(self.reference),
             {name: self.rounded(own) for name, own in self.given.teachers.items()},
@@ -649,6 +710,15 @@ class Run:
         moved = self.optimizer.step(moved, own_critic, critic_rate)
         self.weights = teacher.weights(moved)
         return [Update(gradients=gradients, weights=moved, loss=float(loss.detach()))]
+
+    def dropped(self, actor: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of the forward pass that trains: adapters read a part of their input, scaled up."""
+        rate, found = self.settings.lora_dropout, dict(actor)
+        for name, weight in actor.items():
+            if rate and ".lora_A." in name:
+                kept = torch.tensor(self.given.kept(weight.shape[1]), dtype=weight.dtype)
+                found[name] = weight * kept / (1.0 - rate)
+        return found
 
     # ------------------------------------------------------------------ evaluation
 
@@ -762,7 +832,7 @@ class Run:
                 step,
                 self.score(read),
                 is_good,
-                [f"{t.name}/{t.measured_by}" for t in self.counted()],
+                [f"{t.name}/{self.measured_by[t.name]}" for t in self.counted()],
             )
             if action == "stop":
                 return numbers, action, is_good
@@ -816,8 +886,8 @@ class Run:
         kept_of: list[int] = []
         scores = {at: c.score for at in newest if (c := self.checkpoints[at]).score is not None}
         while scores and len(kept_of) < 2:
-            of = self.checkpoints[next(iter(scores))].score_of
-            own = {at: score for at, score in scores.items() if self.checkpoints[at].score_of == of}
+            of = set(self.checkpoints[next(iter(scores))].score_of)
+            own = {at: score for at, score in scores.items() if set(self.checkpoints[at].score_of) == of}
             kept_of.append(max(own, key=lambda at: (own[at], at)))
             scores = {at: score for at, score in scores.items() if at not in own}
         kept += kept_of
@@ -957,8 +1027,7 @@ class Run:
         decay = settings.reference_decay
         now = merged(self.weights)
         self.reference = {n: decay * w + (1.0 - decay) * now[n] for n, w in self.reference.items()}
-        if not any(t.kl_coefficient for t in settings.trained if t.name in self.scheduler.prior):
-            self.reference = self.initial  # it begins with the first task that needs it
+        self.begin_reference()
         self.version += 1
         self.speakers[self.fingerprint()] = self.version
         numbers = {}
