@@ -131,7 +131,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
                     f"such as +experiment=NAME is a file NAME.yaml in the folder {unknown[0]!r} of "
                     "--config-dir)"
                 )
-            _empty_mappings(tree, hydra_config.overrides.task)
+            given: Any = OmegaConf.to_container(hydra_config.overrides.task)  # ${...} stays as it is
+            _empty_mappings(tree, given)
             try:
                 values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
             except OmegaConfBaseException as error:
