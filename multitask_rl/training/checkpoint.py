@@ -78,7 +78,7 @@ class CheckpointStore:
                 entry = self.read_entry(path)
                 if entry.step != step:
                     raise CheckpointError(f"it holds step {entry.step}: its name was changed")
-            except (CheckpointError, KeyError, TypeError) as error:
+            except CheckpointError as error:
                 logger.warning("%s: %s; it is left alone", path, error)
                 continue
             self.entries[step] = entry
@@ -88,10 +88,15 @@ class CheckpointStore:
         """Return what the manifest of the checkpoint in the directory ``path`` says about it.
 
         Raises:
-            CheckpointError: there is no manifest that can be read.
-            KeyError, TypeError: the manifest was not written by ``save``.
+            CheckpointError: there is no manifest that can be read, or ``save`` did not write it.
         """
-        return CheckpointEntry(**read_manifest(path)["facts"]["entry"])
+        manifest = read_manifest(path)
+        try:
+            return CheckpointEntry(**manifest["facts"]["entry"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path}/manifest.json does not hold what a save writes ({type(error).__name__}: {error})"
+            ) from error
 
     def path(self, step: int) -> Path:
         """Directory of the checkpoint of ``step``."""

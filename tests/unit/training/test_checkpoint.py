@@ -12,6 +12,7 @@ import torch
 from model_builders import build_actor
 from multitask_rl.errors import CheckpointError
 from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
+from multitask_rl.training.manifest import write_manifest
 
 
 def save(store, step, *, good=None, score=None, score_of=()):
@@ -214,6 +215,13 @@ def test_a_directory_without_manifest_is_no_checkpoint_but_goes_with_its_branch(
     assert "manifest.json is missing; it is left alone" in caplog.text
     store.set_aside_after(1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["abandoned_1_step_00000002", "step_00000001"]
+
+
+@pytest.mark.parametrize("facts", [{}, {"entry": {"0": 1}}, {"entry": 1}])
+def test_a_manifest_that_no_save_wrote_is_told_in_a_sentence(tmp_path, facts):
+    write_manifest(tmp_path, facts)
+    with pytest.raises(CheckpointError, match="json does not hold what a save writes"):
+        CheckpointStore.read_entry(tmp_path)
 
 
 @pytest.mark.parametrize("what", ["actor", "tokenizer", "tensors", "state"])
