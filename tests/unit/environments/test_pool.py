@@ -140,7 +140,7 @@ def test_a_world_that_fails_is_a_typed_failure_of_its_episode(make, text, kind, 
     failure = wait_for(pool, 1)[ticket]
     assert isinstance(failure, Failure)
     assert failure.kind is kind
-    assert failure.message.startswith(says), "those who tell it name the task"
+    assert failure.message.startswith(says), "the message does not name the task"
     again = pool.open("a", {"name": "y"})
     assert isinstance(wait_for(pool, 1)[again], Opening)
 
