@@ -328,7 +328,7 @@ def _is_in_mapping(key: str) -> bool:
 
 
 def _empty_mappings(tree: DictConfig, overrides: Iterable[str]) -> None:
-    """Empty the mappings that are given as ``{}``, into which Hydra merges nothing; keep what follows."""
+    """Empty each mapping given as ``{}``, which Hydra merges without effect; keep what is given later."""
     emptied: list[str] = []
     given = OverridesParser.create().parse_overrides([text for text in overrides if text[:1] != "~"])
     for override in given:

@@ -4,7 +4,7 @@ A source (``trl.py``, ``verl.py``, ``roll.py``, ``openrlhf.py``) ends with its `
 its defaults, its table, and reasons for options without a counterpart. ``convert`` works through the table
 from top to bottom. A ``Row`` writes one key from one option; a function writes what needs more than one.
 
-An option is taken over if the written number means the same. Where no number does, the nearest is written
+An option is taken over if the written value means the same. Where no value does, the nearest is written
 with a note, or the option is left out with a reason. Options that are not given count with the source's
 defaults, since those are not ours. Texts that several sources use, or that depend on values: ``messages.py``.
 """
@@ -53,7 +53,7 @@ class Rows:
 
 @dataclass(kw_only=True)
 class Reading:
-    """What the file of a source gives; all but the first three is found for TRL only."""
+    """What the file of a source gives; the fields after ``told`` are found for TRL only."""
 
     options: dict[str, Any] = field(default_factory=dict)
     computed: dict[str, str] = field(default_factory=dict)

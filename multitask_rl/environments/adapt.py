@@ -47,7 +47,11 @@ class WorldSpec:
         )
 
     def check_config(self) -> None:
-        """Check ``config`` of an author's class, which is imported and not built; raises as ``build``."""
+        """Import the author's class and check ``config`` without building it; adapters are not checked.
+
+        Raises:
+            PluginError, ConfigError: the class is not found, or does not take ``config``.
+        """
         if self.reference.partition(":")[0] not in (*FOREIGN, "trl"):
             found = locate(self.reference, ENVIRONMENTS, self.where)
             if callable(found.value):

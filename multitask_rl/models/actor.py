@@ -500,7 +500,11 @@ def warn_of_slow_bfloat16(setting: str, better: str, device: str) -> None:
 def read_settings(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> tuple[PreTrainedTokenizerBase, PretrainedConfig]:
-    """Return the model's tokenizer (``tokenizer`` replaces it) and architecture; raises as ``load_actor``."""
+    """Return the model's tokenizer (``tokenizer`` replaces it) and transformers' configuration of it.
+
+    Raises:
+        ConfigError: there is no such model or tokenizer.
+    """
     from transformers import AutoConfig, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
@@ -534,8 +538,10 @@ def _load_errors(name: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
-        first = first_line(error)
-        if (base := models_below(name)[-1]) != name:
+        first, base = first_line(error), name
+        with contextlib.suppress(OSError, ValueError, KeyError):  # its own file may be the broken one
+            base = models_below(name)[-1]
+        if base != name:
             raise ConfigError(
                 f"model.name_or_path {name!r} holds adapters, and the model that they name, "
                 f"{base!r} (base_model_name_or_path of adapter_config.json), cannot be loaded: "

@@ -128,7 +128,7 @@ class TaskState:
 
     @property
     def measuring(self) -> str:
-        """Hash of the held-out rows, the form and most tokens of their prompts, and the sampling."""
+        """Hash of the held-out rows, the form and most tokens of prompts, sampling and control tokens."""
         spec, condition = self.spec, self.algorithm.condition([], evaluation=True)
         sampling = sampling_hash(self.eval_sampling, condition)
         form = [

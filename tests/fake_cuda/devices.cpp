@@ -1,4 +1,4 @@
-// What torch's C++ code asks of CUDA: which device is current, how many there are, that there are some.
+// What torch's C++ code asks of CUDA: which device is current, how many there are, whether there are any.
 // A build of torch for CPUs has no answers of its own; these let autograd work on tensors that say "cuda".
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>

@@ -1,6 +1,6 @@
-"""Two CUDA devices that are not there, for a machine without a GPU: they find mistakes of devices.
+"""Two fake CUDA devices, for a machine without a GPU: they reveal tensors on the wrong device.
 
-    PYTHONPATH=tests/fake_cuda python -m pytest tests/gpu/test_gpu_run.py
+    PYTHONPATH=$PWD/tests/fake_cuda python -m pytest tests/gpu/test_gpu_run.py
 
 With this folder on the path every Python process that imports torch has them (``sitecustomize.py``). A tensor
 on such a device is a `FakeCudaTensor`: its ``device`` says ``cuda:0``, its values lie in host memory, and the
@@ -9,12 +9,12 @@ CPU computes them. An error is raised where a GPU raises one:
 - tensors of different devices in one operation (CPU tensors of no dimension and CPU indices are allowed),
 - a generator of another device, a device number that is not there,
 - ``numpy()`` of a tensor on the device,
-- packed products of oneDNN, quantised products of the CPU, products of integers,
+- packed products of oneDNN, quantised products of the CPU, matrix products of integers,
 - the device in a process that was forked after CUDA began.
 
-A copy to the host that does not block shows its values after a synchronisation only. Memory that nothing was
-written to holds NaN. NCCL is Gloo underneath. Not there: kernels of CUDA with their limits, graphs,
-memory that runs out, work that is still under way on another stream.
+A copy to the host that does not block shows its values after a synchronisation only. Uninitialised
+floating-point memory holds NaN. NCCL is Gloo underneath. Not there: kernels of CUDA with their limits,
+graphs, memory that runs out, work that is still under way on another stream.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ EMPTY = {
     aten.empty_like.default,
     aten.empty_strided.default,
     aten.new_empty.default,
+    aten.new_empty_strided.default,
 }
 waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
 """Copies to the host, (from, to), whose values show after the next synchronisation."""
@@ -114,6 +115,7 @@ class FakeCudaTensor(torch.Tensor):
     def numpy(self, *, force=False):
         if not force:
             raise TypeError(f"can't convert {self.device} device type tensor to numpy")
+        synchronize()
         return self.held.detach().numpy()
 
     def __array__(self, *args, **kwargs):
@@ -124,7 +126,7 @@ class FakeCudaTensor(torch.Tensor):
 
 
 def _set_data(tensor, value) -> None:
-    """Set ``tensor.data``; a tensor of the host that gets a value on a device changes its class."""
+    """Set ``tensor.data``; a tensor that gets a value of the other kind changes its class."""
     if isinstance(value, FakeCudaTensor) == isinstance(tensor, FakeCudaTensor):
         torch._C.TensorBase.data.__set__(tensor, value)
         if isinstance(value, FakeCudaTensor):
@@ -153,7 +155,7 @@ def place(device) -> torch.device:
 
 
 def compute(func, args, kwargs):
-    """Let the CPU compute ``func``; its result is on the device of its arguments, or on the one asked for."""
+    """Let the CPU compute ``func``; the result is on the device asked for, else on that of the arguments."""
     if torch.is_inference_mode_enabled():  # composite operations come whole then
         with FakeCudaMode():
             found = func.decompose(*args, **kwargs)
@@ -185,7 +187,7 @@ def compute(func, args, kwargs):
     if late:
         waiting.append((found.clone(), found))
         found.fill_(float("nan") if found.is_floating_point() else -1)
-    elif to_host or not isinstance(found, (torch.Tensor, tuple, list)):
+    elif to_host or not isinstance(found, (torch.Tensor, tuple, list, type(None))):
         synchronize()  # a value that was read, such as ``item()``, too
     if to_host or device.type == "cpu" or not isinstance(found, (torch.Tensor, tuple, list)):
         return args[0] if into_host else found
@@ -196,7 +198,7 @@ def compute(func, args, kwargs):
 
 
 def leaves_of(values) -> list:
-    """Return the values, those of lists and tuples one by one."""
+    """Return the values with nested lists and tuples flattened."""
     found = []
     for value in values:
         found.extend(leaves_of(value) if isinstance(value, (list, tuple)) else (value,))
@@ -204,7 +206,7 @@ def leaves_of(values) -> list:
 
 
 def held(value):
-    """Return the value with what its tensors hold in their place."""
+    """Return the value with each fake tensor replaced by its host tensor."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(held, value))
     return value.held if isinstance(value, FakeCudaTensor) else value
@@ -234,13 +236,15 @@ def own_random_state(index: int):
     """Draw from the device's default generator in place of the CPU's."""
     before = torch.random.get_rng_state()
     torch.random.set_rng_state(states[index].get_state())
-    yield
-    states[index].set_state(torch.random.get_rng_state())
-    torch.random.set_rng_state(before)
+    try:
+        yield
+    finally:
+        states[index].set_state(torch.random.get_rng_state())
+        torch.random.set_rng_state(before)
 
 
 def _check_generators(func, leaves, device) -> None:
-    """Raise if a generator is of another device. The dispatcher gives it as one of torch's own class."""
+    """Raise if a generator is of another device, by ``places``: here it is one of torch's class."""
     for leaf in leaves:
         if isinstance(leaf, torch._C.Generator):
             found = places.get(leaf._cdata, torch.device("cpu"))
@@ -249,7 +253,7 @@ def _check_generators(func, leaves, device) -> None:
 
 
 def _check_devices(func, args, devices, leaves) -> None:
-    """Raise if ``func`` does not exist on a GPU or not for these tensors."""
+    """Raise if a GPU has no ``func``, or none for this dtype, or if tensors are on different devices."""
     name = func.__name__.partition(".")[0]
     if is_of_cpu(func):
         raise NotImplementedError(f"Could not run '{func}' with arguments from the 'CUDA' backend")
@@ -266,7 +270,7 @@ def _check_devices(func, args, devices, leaves) -> None:
 
 
 class FakeCudaMode(TorchDispatchMode):
-    """Sees operations that make a tensor on a device from none that is there."""
+    """Catches operations that create a device tensor from host tensors or from none."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -279,7 +283,7 @@ class FakeCudaMode(TorchDispatchMode):
 
 
 class Generator(torch.Generator):
-    """A generator that says it is on a CUDA device."""
+    """A generator that says it is on the device it was made for."""
 
     def __new__(cls, device="cpu"):
         return super().__new__(cls, device="cpu")
@@ -305,7 +309,7 @@ class Event:
         return None
 
     def query(self):
-        return True
+        return not waiting
 
     def synchronize(self):
         synchronize()
@@ -330,7 +334,7 @@ class Stream(Event):
 
 
 class ProcessGroupNCCL(c10d.ProcessGroupGloo):
-    """Collectives over Gloo that take tensors on a device only, as NCCL does."""
+    """Collectives over Gloo; called directly, they take tensors on a device only, as NCCL does."""
 
     class Options:
         """What the project sets of NCCL's options."""
@@ -414,7 +418,7 @@ reset_sharded_param = FSDPParam.reset_sharded_param
 
 
 def with_fakes(call):
-    """Return ``call`` as it runs in a thread of its own: what torch keeps per thread is set there, too."""
+    """Return ``call`` wrapped so that the fakes are on in its thread: torch keeps modes per thread."""
 
     @functools.wraps(call)
     def wrapped(*args, **kwargs):
@@ -426,7 +430,7 @@ def with_fakes(call):
 
 
 def begin() -> None:
-    """Let torch of this process have the devices."""
+    """Give torch in this process the fake devices."""
     library.fake_cuda_begin()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) goes through the dispatcher
     torch.__future__.set_swap_module_params_on_conversion(True)  # a tensor cannot become one of another class

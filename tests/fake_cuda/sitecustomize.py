@@ -7,16 +7,20 @@ import sys
 class _Finder:
     """Loads the devices before torch and calls ``fake_cuda.begin`` after it."""
 
+    is_asking = False
+
     def find_spec(self, name, path=None, target=None):
-        if name != "torch":
+        if name != "torch" or self.is_asking:
             return None
-        sys.meta_path.remove(self)
+        self.is_asking = True
         spec = importlib.util.find_spec("torch")
+        self.is_asking = False
         import fake_devices  # noqa: F401
 
         exec_module = spec.loader.exec_module
 
         def exec_and_begin(module):
+            sys.meta_path.remove(self)
             exec_module(module)
             import fake_cuda
 
