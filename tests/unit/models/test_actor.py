@@ -8,6 +8,7 @@ from model_builders import build_actor, build_tokenizer
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.render import render_prompt
+from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import load_actor
 
 MODELS = {
@@ -67,3 +68,9 @@ def test_an_actor_in_host_memory_names_the_device_that_it_will_compute_on():
     assert next(actor.model.parameters()).device.type == "cpu"
     actor.place("cpu")
     assert actor.device == torch.device("cpu")
+
+
+def test_adapters_whose_configuration_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="without a loadable causal language model"):
+        load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu")
