@@ -107,7 +107,7 @@ def parse_device_map(
     *,
     num_cuda: int | None = None,
     tasks: Sequence[str] | None = None,
-    on_ray: bool = False,
+    other_machines: bool = False,
 ) -> dict[str, DeviceSet]:
     """Return the devices of every role named in ``device_map``.
 
@@ -116,7 +116,7 @@ def parse_device_map(
             ``reward.<task>`` and ``constraint.<task>``.
         num_cuda: CUDA devices of the machine; None = ask torch, if the map names one.
         tasks: None = any task.
-        on_ray: learner ranks but the first are Ray actors, on any machine: their devices are only counted.
+        other_machines: learner ranks but the first may be on other machines: their devices are only counted.
 
     Raises:
         ConfigError: an unknown role or task, a malformed or missing device, one that the role cannot use, or
@@ -145,7 +145,7 @@ def parse_device_map(
     num_ranks = len(actor.names) if actor is not None else 1
     for role, devices in parsed.items():
         available = num_cuda or 0
-        here = devices.indices[:1] if on_ray and "." not in role else devices.indices
+        here = devices.indices[:1] if other_machines and "." not in role else devices.indices
         missing = [i for i in here if i >= available]
         if devices.kind == "cuda" and (missing or not available):
             names = f"cuda:{','.join(map(str, missing))}" if missing else "cuda"
@@ -183,10 +183,10 @@ def parse_device_map(
 
 
 def resolve_devices(
-    device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None, on_ray: bool = False
+    device_map: Mapping[str, str], *, tasks: Sequence[str] | None = None, other_machines: bool = False
 ) -> dict[str, str]:
     """Check ``device_map`` as ``parse_device_map`` does; return the first device of every role."""
-    parsed = parse_device_map(device_map, tasks=tasks, on_ray=on_ray)
+    parsed = parse_device_map(device_map, tasks=tasks, other_machines=other_machines)
     return {role: devices.names[0] for role, devices in parsed.items()}
 
 
@@ -199,7 +199,8 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     """Return (device of the actor, device of the critic) of each learner rank.
 
     If there are more ranks than devices of the critic, the ranks get these in turn. A single rank gets
-    ``("", "")``: its models stay where they are.
+    ``("", "")``: its models stay where they are. If ``torchrun`` started ranks on several machines, each
+    gets the GPU of its number on its machine (``LOCAL_RANK``).
 
     Raises:
         ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
@@ -214,9 +215,9 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     if number == 1:
         return [("", "")]
     critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
-    if critic.names != actor.names and config.executor == "ray":
+    if critic.names != actor.names and spans_machines(config):
         raise ConfigError(
-            f"device_map.critic={str(critic)!r}: with executor=ray and {number} learner ranks the critic "
+            f"device_map.critic={str(critic)!r}: with {number} learner ranks on several machines the critic "
             "lives on the actor's devices; leave it out"
         )
     if context > 1:
@@ -230,12 +231,31 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
                 "model.rope_scaling: type dynamic depends on the longest sequence a rank has seen, so the "
                 "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
             )
+    if actor.kind == "cuda" and (per_machine := ranks_per_machine()):
+        if list(actor.indices) != list(range(number)):
+            raise ConfigError(
+                f"device_map.actor={config.device_map['actor']!r}: over several machines torchrun gives each "
+                f"process the GPU of its LOCAL_RANK; write cuda:0-{number - 1}, and choose a machine's GPUs "
+                "by CUDA_VISIBLE_DEVICES"
+            )
+        return [(f"cuda:{rank % per_machine}",) * 2 for rank in range(number)]
     return [(name, critic.names[rank % len(critic.names)]) for rank, name in enumerate(actor.names)]
 
 
 def torchrun_size() -> int:
     """Return the number of processes that ``torchrun`` started, this one among them; 0 = it started none."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 0
+
+
+def ranks_per_machine() -> int:
+    """Return how many ranks each machine has if ``torchrun`` started them on several; else 0."""
+    has_several = torchrun_size() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if has_several else 0
+
+
+def spans_machines(config: RunConfig) -> bool:
+    """Whether learner ranks but the first may be on other machines than this one."""
+    return config.executor == "ray" or ranks_per_machine() > 0
 
 
 def count_cuda_devices() -> int:

@@ -13,7 +13,7 @@ from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
 from multitask_rl.boundary.printable import counted
 from multitask_rl.config.checks import FOREIGN_PREFIXES, FUNCTION_PREFIXES, check_entry_point
-from multitask_rl.config.devices import resolve_devices
+from multitask_rl.config.devices import resolve_devices, spans_machines
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.task import TaskSpec
@@ -179,7 +179,8 @@ def plan_run(
     specs = load_specs(config)
     if dataloader is None:
         need_datasets(specs)
-    devices = resolve_devices(config.device_map, tasks=list(specs), on_ray=config.executor == "ray")
+    others = spans_machines(config)
+    devices = resolve_devices(config.device_map, tasks=list(specs), other_machines=others)
     check_attention(config.model, devices.get("actor", ""))
     if config.model.lora.rank:
         require_extra("peft", "peft", "model.lora.rank > 0 needs peft")

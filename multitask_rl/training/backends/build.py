@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -15,7 +16,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar
 
-from multitask_rl.config.devices import actor_devices, plan_ranks, torchrun_size
+from multitask_rl.config.devices import actor_devices, plan_ranks, ranks_per_machine, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.executor.group import ActorGroup
@@ -103,7 +104,8 @@ class TorchBackend(TrainingBackend):
         if len(devices) == 1:
             return main
         on_gpu = devices[0][0].startswith("cuda")
-        threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // len(devices))
+        local = ranks_per_machine() or len(devices)
+        threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // local)
         launch: Launch = cls.launch
         if started := torchrun_size():
             if started != len(devices) or config.executor != "local":
@@ -113,7 +115,7 @@ class TorchBackend(TrainingBackend):
                     "or start without torchrun"
                 )
             launch = TorchrunRank
-        host = "127.0.0.1"
+        host = _own_address() if ranks_per_machine() else "127.0.0.1"
         with contextlib.ExitStack() as undo:
             if config.executor == "ray":
                 ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
@@ -152,17 +154,10 @@ def serve_torchrun_rank() -> None:
     """In rank 0, and without ``torchrun``, return at once; in another rank serve the trainer, then exit.
 
     Raises:
-        ConfigError: the processes are on several machines.
         SystemExit: rank 0 has ended, or this rank failed.
     """
-    size = torchrun_size()
-    if size < 2:
+    if torchrun_size() < 2:
         return
-    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        raise ConfigError(
-            "torchrun over several machines is not supported; start one process with executor=ray, which "
-            "places learner ranks on the machines of a Ray cluster"
-        )
     rank = int(os.environ["RANK"])
     if rank == 0:
         _invitations()
@@ -213,6 +208,18 @@ def _store() -> Any:
     store, _, _ = next(iter(rendezvous("env://")))
     store.set_timeout(timedelta(days=365))  # a rank waits for as long as rank 0 loads and trains
     return store
+
+
+def _own_address() -> str:
+    """Return the address by which the other machines of ``torchrun`` reach this one, the first."""
+    name = os.environ["MASTER_ADDR"]
+    address = socket.gethostbyname(name)
+    if address.startswith("127.") and name not in ("localhost", address):
+        # Debian gives the machine's own name such an address; a datagram socket sends nothing to connect
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(("192.0.2.1", 9))
+            address = str(probe.getsockname()[0])
+    return address
 
 
 class RayRanks:

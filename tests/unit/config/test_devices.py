@@ -2,7 +2,14 @@
 
 import pytest
 
-from multitask_rl.config.devices import DeviceSet, parse_device_map, parse_devices
+from multitask_rl.config.devices import (
+    DeviceSet,
+    parse_device_map,
+    parse_devices,
+    plan_ranks,
+    spans_machines,
+)
+from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 
 
@@ -64,13 +71,30 @@ def test_a_mistyped_range_is_refused_before_it_is_counted() -> None:
     assert len(parse_devices("cuda:0-4095").indices) == 4096
 
 
+def test_torchrun_over_machines_gives_each_rank_the_gpu_of_its_number_there(monkeypatch):
+    config = RunConfig(device_map={"actor": "cuda:0-3 sharded"})
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for name, number in {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(number))
+    assert spans_machines(config)
+    assert plan_ranks(config) == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")] * 2
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK; write cuda:0-3"):
+        plan_ranks(RunConfig(device_map={"actor": "cuda:4-7"}))
+    with pytest.raises(ConfigError, match=r"device_map.critic='cuda:1': .* several machines"):
+        plan_ranks(RunConfig(device_map={"actor": "cuda:0-3", "critic": "cuda:1"}))
+    assert plan_ranks(RunConfig(device_map={"actor": "cpu:0-3"})) == [("cpu", "cpu")] * 4
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    assert not spans_machines(config)
+    assert plan_ranks(config)[2] == ("cuda:2", "cuda:2")
+
+
 def test_learner_ranks_of_a_ray_cluster_may_outnumber_the_devices_of_this_machine():
-    parsed = parse_device_map({"actor": "cuda:0-15", "critic": "cuda:0-15"}, num_cuda=8, on_ray=True)
+    parsed = parse_device_map({"actor": "cuda:0-15", "critic": "cuda:0-15"}, num_cuda=8, other_machines=True)
     assert len(parsed["actor"].names) == 16
     with pytest.raises(ConfigError, match=r"cuda:8 is not on this machine"):
-        parse_device_map({"actor": "cuda:8-15"}, num_cuda=8, on_ray=True)
+        parse_device_map({"actor": "cuda:8-15"}, num_cuda=8, other_machines=True)
     with pytest.raises(ConfigError, match=r"device_map.reward.math: cuda:9 is not"):
-        parse_device_map({"reward.math": "cuda:9"}, num_cuda=8, on_ray=True)
+        parse_device_map({"reward.math": "cuda:9"}, num_cuda=8, other_machines=True)
 
 
 def test_reference_map_parses_where_the_devices_exist() -> None:

@@ -27,6 +27,7 @@ from learner_benches import (
 )
 from model_builders import build_actor, build_model, sample_scored
 from multitask_rl.boundary.channel import Channel
+from multitask_rl.boundary.interrupts import Terminated
 from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
@@ -229,6 +230,33 @@ def test_any_error_of_this_process_while_all_meet_is_raised():
 
     with pytest.raises(OSError, match="no such address"):
         RankConnections(ForkedRank, 1, "127.0.0.1").meet(fails, "the start")
+
+
+def test_a_signal_while_a_lost_rank_is_looked_for_does_not_make_the_next_call_wait():
+    class HungUp:
+        """A rank that hangs up; ``torchrun`` then sends SIGTERM to the trainer."""
+
+        def __init__(self, where):
+            self.sock = socket.create_connection((where["host"], where["port"]))
+            self.sock.sendall(f"{where['token']} {where['rank']:08d}".encode())
+
+        def ended(self):
+            if self.sock.fileno() == -1:
+                raise Terminated(signal.SIGTERM)
+            return ""
+
+        def kill(self):
+            self.sock.close()
+
+    ranks = []
+    connections = RankConnections(lambda where: ranks.append(HungUp(where)) or ranks[0], 2, "127.0.0.1")
+    ranks[0].kill()
+    with pytest.raises(Terminated):
+        connections.receive("sampling", [1])
+    with pytest.raises(TrainingError, match="learner rank 1 hung up during sampling"):
+        connections.receive("sampling", [1], until=time.monotonic() + 1.0)
+    assert connections.has_lost
+    connections.close()
 
 
 def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():
