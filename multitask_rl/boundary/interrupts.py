@@ -53,13 +53,10 @@ def stopping_on_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or _waiting.is_handling:
         yield
         return
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
     _waiting.is_told, _waiting.is_handling = False, True
     try:
-        for number in before:
-            signal.signal(number, _handle)
-        yield
+        with _handled_by(_handle):
+            yield
     except KeyboardInterrupt as error:
         # inside Ray's waits a handler's exception becomes a plain KeyboardInterrupt
         came: int | None = _waiting.raised
@@ -70,8 +67,29 @@ def stopping_on_signals() -> Iterator[None]:
         _waiting.is_handling = False
         # what has ended does not stop what comes next
         _waiting.number, _waiting.raised, _waiting.show = None, None, None
+
+
+@contextlib.contextmanager
+def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let ``handle`` answer the signals in the block; ignored signals stay ignored."""
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    try:
+        for number in before:
+            signal.signal(number, handle)
+        yield
+    finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def noting_signals() -> Iterator[list[int]]:
+    """Yield a list that gets the signals of the block, which do nothing else; only in the main thread."""
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    with _handled_by(lambda number, _frame: came.append(number)) if is_main else contextlib.nullcontext():
+        yield came
 
 
 def answer_with(show: Callable[[str], bool]) -> None:

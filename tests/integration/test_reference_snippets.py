@@ -267,7 +267,8 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
 from multitask_rl import HfModelAdapter, PPOConfig, RLTrainer
-from reward_fn import reward_fn
+from asked_to_end import asked_to_end, reward_fn
+open(f"rank{os.environ['RANK']}", "w").write(str(os.getpid()))
 torch.distributed.init_process_group("gloo")
 actors = []
 for version in (1, 2):
@@ -285,9 +286,21 @@ del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
 runpy.run_path(sys.argv[0], run_name="__main__")
 print("the script has ended")
-for actor in actors:
+for actor, reward in zip(actors, (reward_fn, asked_to_end)):
     config = PPOConfig(lr=1e-3, max_steps=1, batch_size=4)
-    RLTrainer(actor, config=config, reward_fn=reward_fn).train(["what", "why", "how", "who"])
+    RLTrainer(actor, config=config, reward_fn=reward).train(["what", "why", "how", "who"])
+"""
+
+ASKED_TO_END = """
+import os
+import signal
+from pathlib import Path
+from reward_fn import reward_fn
+
+def asked_to_end(generated_texts):
+    # as torchrun does to each process: what the trainer then saves, it saves with the other ranks
+    os.kill(int(Path("rank1").read_text()), signal.SIGTERM)
+    return reward_fn(generated_texts)
 """
 
 
@@ -295,6 +308,7 @@ for actor in actors:
 def torchrun(workspace: Path) -> str:
     """What ``TORCHRUN`` prints: two ranks run the script of the reference, and models of FSDP."""
     (workspace / "wrapped.py").write_text(TORCHRUN)
+    (workspace / "asked_to_end.py").write_text(ASKED_TO_END)
     # the example as it is; of what random weights say, a single letter is cheerful
     (workspace / "examples").mkdir()
     for name in ("ppo_train.py", "cheerful.py"):
@@ -335,7 +349,10 @@ def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(
 
 
 def test_a_model_that_fsdp_wraps_is_trained(torchrun: str) -> None:
-    """Both generations of FSDP, one run after the other: the waiting ranks serve both."""
+    """Both generations of FSDP, one run after the other: the waiting ranks serve both.
+
+    A waiting rank gets a signal in the last run, which ends well all the same.
+    """
     assert torchrun.partition("the script has ended")[2].count("run finished") == 2
 
 

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.interrupts import noting_signals
 from multitask_rl.config.devices import actor_devices, plan_ranks, ranks_per_machine, torchrun_size
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError, TrainingError
@@ -165,8 +166,10 @@ def serve_torchrun_rank() -> None:
     number = 0
     while (where := json.loads(_store().get(f"multitask_rl/{rank}/{number}"))) is not None:
         # the process serves the next run too, and torchrun ends it if the trainer is killed
-        if not serve(**where, outlives=True):
-            raise SystemExit(1)
+        with noting_signals() as came:  # torchrun sends them to all ranks; the trainer saves with this one
+            has_succeeded = serve(**where, outlives=True)
+        if came or not has_succeeded:
+            raise SystemExit(0 if has_succeeded else 1)
         number += 1
     raise SystemExit(0)
 

@@ -11,6 +11,7 @@ from multitask_rl.boundary.interrupts import (
     check_interrupt,
     finishing,
     interruptible,
+    noting_signals,
     stopping_on_signals,
 )
 
@@ -173,3 +174,12 @@ def test_signals_that_are_ignored_stay_so_and_handlers_are_put_back():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert signal.getsignal(signal.SIGINT) is own
+
+
+def test_signals_are_only_noted_where_another_process_ends_this_one():
+    with noting_signals() as came:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+    assert came == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
