@@ -6,8 +6,8 @@ equivalents below do. ``cuda:...`` becomes ``cpu``, and MULTITASK_RL_MAX_STEPS c
 
 import json
 import os
-import subprocess
-import sys
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -244,7 +244,8 @@ def test_the_snippets_that_train_made_runs_with_metrics_and_checkpoints(
 
 
 SPAWNED = """
-import sys
+import os, sys
+os.cpu_count = lambda: 2  # of two ranks on the machine: a thread each
 sys.path.append({examples!r})
 from multitask_rl import PPOConfig, RLTrainer
 from cheerful import ENDS, STARTS, cheerful
@@ -263,6 +264,7 @@ if __name__ == "__main__":
 
 TORCHRUN = """
 import os, runpy, sys
+os.cpu_count = lambda: 1
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
@@ -306,7 +308,7 @@ def asked_to_end(generated_texts):
 
 @pytest.fixture(scope="module")
 def torchrun(workspace: Path) -> str:
-    """What ``TORCHRUN`` prints: two ranks run the script of the reference, and models of FSDP."""
+    """What ``TORCHRUN`` prints: ranks of two machines run the script of the reference, and models of FSDP."""
     (workspace / "wrapped.py").write_text(TORCHRUN)
     (workspace / "asked_to_end.py").write_text(ASKED_TO_END)
     # the example as it is; of what random weights say, a single letter is cheerful
@@ -317,18 +319,20 @@ def torchrun(workspace: Path) -> str:
         (workspace / "examples" / name).write_text(text, encoding="utf-8")
     script = str(workspace / "examples" / "ppo_train.py")
     flags = ["--actor_model", "meta-llama/Llama-3-8b", "--lr", "1e-3", "--batch_size", "4", "--use_fsdp"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    ended = subprocess.run(
-        [*command, "wrapped.py", script, *flags, "--output_dir", "torchrun"],
-        cwd=workspace,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
-    return ended.stdout
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+
+    def start(machine: int) -> str:
+        """Run the agent of a machine: both are this one, with an address each."""
+        own = ["--nnodes=2", "--nproc_per_node=1", f"--local-addr=127.0.0.{machine}"]
+        own += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "wrapped.py", script, *flags]
+        command = ["-m", "torch.distributed.run", *own, "--output_dir", "torchrun"]
+        ended = run_forked(*command, cwd=workspace, env=environment())
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-3000:]
+        return ended.stdout
+
+    with ThreadPoolExecutor() as machines:
+        return "".join(machines.map(start, (1, 2)))
 
 
 def test_ranks_that_torchrun_starts_train_what_ranks_of_the_trainer_train(
