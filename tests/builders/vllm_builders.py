@@ -22,7 +22,7 @@ def small_tokenizer() -> Any:
     )
 
 
-def small_model(tie: bool) -> Any:
+def small_model(tie: bool, layers: int = 2) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -31,7 +31,7 @@ def small_model(tie: bool) -> Any:
             vocab_size=len(small_tokenizer()),
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=2,
+            num_hidden_layers=layers,
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=128,

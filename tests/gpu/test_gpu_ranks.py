@@ -10,7 +10,7 @@ from packaging.version import Version
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from model_builders import build_model
-from multitask_rl.config.run import BatchConfig, ModelConfig
+from multitask_rl.config.run import BatchConfig, EvalConfig, ModelConfig
 from multitask_rl.training.backends.ranks import Ranks, host_store
 from multitask_rl.training.backends.sharded import Shards, forward_pass, shard_model
 from run_builders import run_config, train, write_run
@@ -58,13 +58,14 @@ def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks, begins_on)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("context", [1, 2])
-def test_two_devices_learn_what_one_learns(tmp_path, context):
+def test_two_devices_learn_what_one_learns(tmp_path):
     write_run(tmp_path)
-    settings = {"model": ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")}
-    one = train(run_config(tmp_path, "one", 2, device_map={"actor": "cuda:0"}, **settings))
-    settings["batch"] = BatchConfig(prompts_per_step=12, group_size=4, context_ranks=context)
-    two = train(run_config(tmp_path, "two", 2, device_map={"actor": "cuda:0-1"}, **settings))
+    model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")
+    settings = {"model": model, "eval": EvalConfig(every=2, num_prompts=2)}
+    one = train(run_config(tmp_path, "one", 1, device_map={"actor": "cuda:0"}, **settings))
     expected = dict(one.actor.model.named_parameters())
-    for name, found in two.actor.model.named_parameters():
-        torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-4)
+    for context in (1, 2):
+        settings["batch"] = BatchConfig(prompts_per_step=12, group_size=4, context_ranks=context)
+        two = train(run_config(tmp_path, f"two{context}", 1, device_map={"actor": "cuda:0-1"}, **settings))
+        for name, found in two.actor.model.named_parameters():
+            torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-4)

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from workload import make_actor
 
-from multitask_rl.config.run import ModelConfig, OptimizerConfig, RolloutConfig
+from multitask_rl.config.run import EvalConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from run_builders import run_config, train, write_run
 
 ONE_TASK = "tasks:\n  copy: {type: grpo, dataset: copy.jsonl, rewards: [rewards.py:starts_right]}\n"
@@ -32,11 +32,15 @@ pytestmark = [
         ({"dtype": "float32", "activation_offload": True}, 1e-3),
     ],
 )
-def test_engine_and_trainer_agree_on_the_device(tmp_path, settings, largest_gap):
+def test_engine_and_trainer_agree_on_the_device_and_the_run_resumes(tmp_path, settings, largest_gap):
     write_run(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path / "actor"), **settings)
-    trainer = train(run_config(tmp_path, "out", 3, model=model))
+    looks = EvalConfig(every=2, num_prompts=2)
+    train(run_config(tmp_path, "out", 1, model=model, eval=looks))
+    trainer = train(run_config(tmp_path, "out", 2, model=model, eval=looks))
+    assert trainer.step == 2
     assert trainer.actor.device.type == "cuda"
+    assert all(bool(torch.isfinite(p).all()) for p in trainer.actor.model.parameters())
     rows = rows_of_steps(tmp_path)
     gaps = [row["task/copy/mismatch_max"] for row in rows if "task/copy/mismatch_max" in row]
     assert gaps
@@ -49,9 +53,10 @@ def test_an_optimizer_in_host_memory_makes_the_steps_of_one_on_the_device(tmp_pa
     model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")
     found = {}
     for moments in ("float32", "host"):
-        settings = {"optimizer": OptimizerConfig(learning_rate=1e-3, moments=moments), "model": model}
-        train(run_config(tmp_path, moments, 2, **settings))
-        trainer = train(run_config(tmp_path, moments, 3, **settings))  # resumed
+        optimizer = OptimizerConfig(learning_rate=1e-3, moments=moments)
+        settings = {"optimizer": optimizer, "model": model, "eval": EvalConfig(every=2, num_prompts=2)}
+        train(run_config(tmp_path, moments, 1, **settings))
+        trainer = train(run_config(tmp_path, moments, 2, **settings))  # resumed
         found[moments] = dict(trainer.actor.model.named_parameters())
     for name, weight in found["host"].items():
         assert weight.device.type == "cuda"
@@ -86,15 +91,3 @@ def test_vllm_on_the_device_follows_the_actor(tmp_path, sleep_level):
 def rows_of_steps(directory):
     rows = [json.loads(line) for line in (directory / "out" / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if "train/learning_rate" in row]
-
-
-def test_a_resumed_run_on_the_device_continues(tmp_path):
-    write_run(tmp_path)
-    train(run_config(tmp_path, "parts", 2))
-    resumed = train(run_config(tmp_path, "parts", 4))
-    assert resumed.step == 4
-    assert weights_are_finite(resumed)
-
-
-def weights_are_finite(trainer) -> bool:
-    return all(bool(torch.isfinite(p).all()) for p in trainer.actor.model.parameters())
