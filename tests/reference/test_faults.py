@@ -540,7 +540,7 @@ FAULTS = {
     everybody_is_counted: evaluates(("penalty", "lagrangian")),
     refused_are_left_out_of_the_held_out_mean: evaluates(("reject",)),
     more_cost_is_better: evaluates(("reject", "penalty", "lagrangian")),
-    slack_of_the_guard_is_halved: evaluates(steps=3),
+    slack_of_the_guard_is_halved: lambda case: evaluates(steps=3)(case) and case.num_steps > 9,
     the_gate_never_holds: lambda case: case.past_steps > 250 and was_dead(case, 1000),
     the_gate_never_releases: lambda case: case.past_steps > 250 and was_dead(case, 250),
     the_way_has_no_start: adapts("straggler"),
@@ -572,8 +572,12 @@ FAULTS = {
         evaluates()(case) and any(a.has_kl for a in case.settings.anchors)
     ),
     hard_prompts_lower_the_level: draws_by("pass_rate", "number", "grade"),
-    rows_are_drawn_in_the_order_of_their_groups: draws_by("pass_rate"),
-    what_no_one_could_judge_is_drawn_on: draws_by("pass_rate", "number", "grade"),
+    rows_are_drawn_in_the_order_of_their_groups: lambda case: (
+        draws_by("pass_rate")(case) and case.num_steps > 4
+    ),
+    what_no_one_could_judge_is_drawn_on: lambda case: (
+        draws_by("pass_rate", "number", "grade")(case) and case.num_steps > 6
+    ),
     the_first_answer_wins: lambda case: (
         evaluates()(case) and any(script.answers for script in case.scripts.values())
     ),
@@ -598,7 +602,7 @@ FAULTS = {
     ),
     only_the_sum_of_named_rewards_counts: lambda case: bool(case.named),
     new_tasks_are_not_measured_at_a_resume: lambda case: bool(case.changes),
-    weights_of_a_resume_are_ignored: lambda case: bool(case.changes),
+    weights_of_a_resume_are_ignored: lambda case: bool(case.changes) and case.num_steps > 6,
     prompts_may_be_one_token_longer: lambda case: case.settings.max_prompt_tokens < 6,
     lost_responses_are_served: lambda case: case.engine_failing > 0.0,
 }
@@ -611,7 +615,9 @@ def quiet(caplog):
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_a_planted_fault_is_seen(plant, monkeypatch):
-    seeds = [seed for seed in range(1, MOST) if FAULTS[plant](draw_case(seed))][:12]
+    cases = {seed: draw_case(seed) for seed in range(1, MOST)}
+    seeds = [seed for seed, case in cases.items() if FAULTS[plant](case)]
+    seeds = sorted(seeds, key=lambda seed: cases[seed].num_steps * (1 + len(cases[seed].settings.tasks)))[:12]
 
     def problems(seed):
         with monkeypatch.context() as patch:
