@@ -177,6 +177,17 @@ def test_tasks_validate_looks_at_a_few_rows_only(tmp_path: Path, capsys: pytest.
     assert "legs: grpo; 100000 training rows, 10000 held-out rows" in capsys.readouterr().out
 
 
+@needs_package
+def test_the_puzzles_of_the_page_are_valid(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "write-a-task.md").read_text(encoding="utf-8")
+    file = tmp_path / "puzzles.yaml"
+    file.write_text(page.partition("```yaml file=puzzles.yaml\n")[2].partition("```\n")[0])
+    assert main(["tasks", "validate", str(file)]) == 0
+    told = capsys.readouterr().out
+    assert "legs: grpo; 1000 training rows" in told
+    assert "sums: grpo; 5000 training rows" in told
+
+
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(

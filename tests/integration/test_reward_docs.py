@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -98,7 +97,7 @@ def test_every_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     for module in notebook.parent.glob("*.py"):
         (tmp_path / module.name).write_text(module.read_text(encoding="utf-8"))
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    short = "import os\n\nos.environ['MULTITASK_RL_MAX_STEPS'] = '2'"
+    short = "import os\n\nos.environ['MULTITASK_RL_MAX_STEPS'] = '1'"
     (tmp_path / "notebook.py").write_text("\n\n".join([short, *code]))
     shell(tmp_path, "python", ["notebook.py"])
 
@@ -134,7 +133,7 @@ def command(line: str, folder: Path) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return
     assert program == "multitask-rl", line
-    if "puzzles.yaml" in line and importlib.util.find_spec("reasoning_gym") is None:
+    if "puzzles.yaml" in line:  # test_reasoning_gym.py, which imports the package anyway, validates the file
         return
     if "train" in arguments and not (folder / "MODEL").exists():
         build_actor().save(folder / "MODEL")
