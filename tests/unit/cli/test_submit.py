@@ -50,7 +50,7 @@ def test_a_job_that_slurm_ends_saves_and_comes_back(recipe, cluster, tmp_path):
         until, num_nodes = time.monotonic() + 20, 3 if "several" in recipe else 0
         while time.monotonic() < until:  # nodes start beside the training
             time.sleep(0.1)
-            if (tmp_path / "started").exists() and cluster.read_text().count("ray start") == num_nodes:
+            if (tmp_path / "started").exists() and cluster.read_text().count("\nray start") == num_nodes:
                 break
         job.send_signal(signal.SIGTERM)  # as Slurm does, to the batch script alone
         assert job.wait(timeout=20) == 0

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config as inductor
 
 from model_builders import build_model
 from multitask_rl.errors import ConfigError
@@ -31,6 +32,7 @@ def learn(model, layout):
 @pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a C++ compiler"
 )
+@inductor.patch(compile_threads=1)  # processes that compile would each import torch
 @torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)  # not again for every shape
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 def test_compiled_blocks_say_what_the_model_says():
