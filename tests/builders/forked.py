@@ -83,23 +83,17 @@ def main():
     from multitask_rl.lazy import without_collector
 
     with without_collector():
-        import datasets  # noqa: F401
-
-        from multitask_rl.cli import train  # noqa: F401
-        from multitask_rl.trainer import Trainer  # noqa: F401
         from multitask_rl.training.backends import replica  # noqa: F401
 
         # after ours, which leave scikit-learn out
         from transformers.models.qwen2 import modeling_qwen2  # noqa: F401  # isort: skip
 
-        with suppress(ImportError):  # a machine with a GPU may lack them
-            import evaluate  # noqa: F401 - with pipelines of transformers; each exact_match needs it
-            import mlflow  # noqa: F401
-
     codes = {}
     for line in sys.stdin:
         ((what, given),) = json.loads(line).items()
         answer = None
+        if what == "run":
+            import_for_scripts()
         if what in ("run", "serve"):
             if (answer := os.fork()) == 0:
                 code = 1
@@ -120,6 +114,22 @@ def main():
         if what == "poll":
             answer = codes[given]
         print(json.dumps(answer), flush=True)
+
+
+@cache
+def import_for_scripts():
+    """Import what ranks do not need."""
+    from multitask_rl.lazy import without_collector
+
+    with without_collector():
+        import datasets  # noqa: F401
+
+        from multitask_rl.cli import train  # noqa: F401
+        from multitask_rl.trainer import Trainer  # noqa: F401
+
+        with suppress(ImportError):  # a machine with a GPU may lack them
+            import evaluate  # noqa: F401 - with pipelines of transformers; each exact_match needs it
+            import mlflow  # noqa: F401
 
 
 def run(arguments, folder, environment, printed):

@@ -50,7 +50,7 @@ def small_gpt2(positions):
 
 
 def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_learns():
-    scored = sample_scored(build_actor(), top_p=0.9)
+    scored = sample_scored(build_actor(), groups=3, top_p=0.9)
     settings = {"layout": "auto", "num_minibatches": 2, "num_epochs": 2, "tokens": 300}
     alone, group = Bench(**settings), RanksBench(num_ranks=4, context=2, weights="bfloat16", **settings)
     try:
@@ -99,7 +99,7 @@ def test_ranks_with_samples_and_sequences_shared_out_learn_what_one_process_lear
 
 
 def test_sequences_in_parts_with_checkpointed_layers_and_the_whole_vocabularys_kl():
-    scored = sample_scored(build_actor(), top_p=0.9)
+    scored = sample_scored(build_actor(), groups=3, top_p=0.9)
     alone = Bench(second="reward_conditioned")
     group = RanksBench(num_ranks=2, context=2, checkpointing=True, second="reward_conditioned")
     try:

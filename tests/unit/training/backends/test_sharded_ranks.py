@@ -123,7 +123,7 @@ def assert_this_process_has_no_whole_actor_and_saves_and_restores_one(group, alo
 
 
 def test_copies_of_parts_learn_what_whole_ones_learn():
-    scored = sample_scored(build_actor(), groups=3, top_p=0.9)
+    scored = sample_scored(build_actor(), groups=2, top_p=0.9)
     settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300}
     alone = Bench(**settings)
     group = RanksBench(num_ranks=4, sharded=True, parts=2, **settings)
@@ -144,7 +144,7 @@ def test_copies_of_parts_learn_what_whole_ones_learn():
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_adapters_on_parts_of_the_base_model_which_is_the_reference_too():
-    scored = sample_scored(build_actor(), groups=3, top_p=0.9)
+    scored = sample_scored(build_actor(), groups=2, top_p=0.9)
     # checkpointed layers are gathered again; some micro-batches hold no sample whose KL takes another pass
     settings = {"second": "reward_conditioned", "layout": "bucketed", "tokens": 150}
     alone = Bench(actor=adapted_actor(), **settings)

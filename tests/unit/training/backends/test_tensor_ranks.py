@@ -118,7 +118,7 @@ def test_layers_in_parts_give_the_logits_and_gradients_of_whole_ones(pair, make)
 
 
 def test_layers_in_parts_learn_what_whole_ones_learn():
-    scored = sample_scored(build_actor(), top_p=0.9)
+    scored = sample_scored(build_actor(), groups=2, top_p=0.9)
     # two pairs of ranks; a loss that takes the logits and a pass of the reference, too
     settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300, "second": "reward_conditioned"}
     alone = Bench(**settings)
@@ -141,7 +141,7 @@ def test_layers_in_parts_learn_what_whole_ones_learn():
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_peers_drop_the_same_of_what_goes_into_the_adapters():
-    scored = sample_scored(build_actor())
+    scored = sample_scored(build_actor(), groups=2)
     # cut by outputs: every peer's adapter reads all of the input
     settings = LoraConfig(rank=4, dropout=0.5, target_modules="q_proj,v_proj")
 
