@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ print("error", float(error), "precision", torch.get_float32_matmul_precision())
 """
 
 
+@cache
 def multiply(before=""):
     """Multiply in a process of its own; return its output, with a line of oneDNN for each of its products."""
     done = subprocess.run(
