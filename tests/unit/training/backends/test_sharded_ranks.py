@@ -124,7 +124,7 @@ def assert_this_process_has_no_whole_actor_and_saves_and_restores_one(group, alo
 
 def test_copies_of_parts_learn_what_whole_ones_learn():
     scored = sample_scored(build_actor(), groups=2, top_p=0.9)
-    settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300}
+    settings = {"layout": "auto", "num_minibatches": 2, "tokens": 200}
     alone = Bench(**settings)
     group = RanksBench(num_ranks=4, sharded=True, parts=2, **settings)
     try:

@@ -120,7 +120,7 @@ def test_layers_in_parts_give_the_logits_and_gradients_of_whole_ones(pair, make)
 def test_layers_in_parts_learn_what_whole_ones_learn():
     scored = sample_scored(build_actor(), groups=2, top_p=0.9)
     # two pairs of ranks; a loss that takes the logits and a pass of the reference, too
-    settings = {"layout": "auto", "num_minibatches": 2, "tokens": 300, "second": "reward_conditioned"}
+    settings = {"layout": "auto", "num_minibatches": 2, "tokens": 100, "second": "reward_conditioned"}
     alone = Bench(**settings)
     group = RanksBench(num_ranks=4, sharded=True, tensor=2, checkpointing=True, **settings)
     try:
