@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.boundary.interrupts import stopping_on_signals
-from multitask_rl.boundary.printable import EscapingFilter, redacted_keys
+from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys
+from multitask_rl.cli.tables import task_table
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
@@ -88,7 +89,7 @@ class TerminalFormatter(logging.Formatter):
 
 
 def train(arguments: list[str]) -> int:
-    """Train a run; prints the last evaluation."""
+    """Train a run; prints its last evaluation against the first, as ``report`` does."""
     with stopping_on_signals():
         return compose_and_run(arguments, "train", _train)
 
@@ -232,8 +233,14 @@ def _train(config: RunConfig) -> None:
         if record.is_file() and "console" not in config.tracking.trackers:  # which says it
             print(f"go on with: multitask-rl train output_dir={config.output_dir}", file=sys.stderr)
         raise
-    if config.tracking.console != "json":  # which has had them, as ``held_out``
-        print(evaluations)
+    if config.tracking.console == "json":  # which has had them, as ``held_out``
+        return
+    rows = evaluations.changes
+    has_first = any(row["steps"][0] is not None for row in rows.values())
+    if not has_first or any(evaluation.num_samples > 1 for evaluation in evaluations.values()):  # pass@k
+        print(evaluations, end="\n\n" if has_first else "\n")
+    if has_first:
+        print(printable(task_table(rows, ("before", "after"))))
 
 
 def _trainer(config: RunConfig) -> Trainer:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from multitask_rl.errors import ConfigError
 from multitask_rl.report.differences import Pair, difference_rows, measure_the_same, share_prompts
 from multitask_rl.report.influence import influence, turnover
 from multitask_rl.statistics.definitions import is_comparable, measured
-from multitask_rl.tracking.reading import Evaluation, RunRecord
+from multitask_rl.tracking.reading import Evaluation, RunRecord, read_run
+
+logger = logging.getLogger(__name__)
 
 
 def summarise_run(run: RunRecord) -> dict[str, Any]:
     """Return what ``report`` says of one run."""
     return {
         "run": run.name,
-        "tasks": _report_rows(run),
+        "tasks": task_rows(run),
         "changes": run_changes(run),
         "influence": influence(run),
         "turnover": turnover(run),
@@ -28,7 +33,7 @@ def summarise_run(run: RunRecord) -> dict[str, Any]:
     }
 
 
-def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
+def task_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
     """Return a row per task: its last evaluation against the first one of the same metric and definition."""
     pairs, more = {}, dict[str, dict[str, Any]]()
     for task, history in run.evaluations.items():
@@ -57,6 +62,18 @@ def _report_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def rows_at_end(directory: Path, step: int) -> dict[str, dict[str, Any]]:
+    """Return ``task_rows`` of a run that ends at ``step``; none if it was not evaluated there."""
+    if not (directory / "evaluations.jsonl").is_file():
+        return {}
+    try:
+        rows = task_rows(read_run(directory, whole=False))
+    except ConfigError as error:  # a summary is worth less than the end of a run
+        logger.warning("the first evaluation is not compared with the last: %s", error)
+        return {}
+    return rows if any(row["steps"][-1] == step for row in rows.values()) else {}
+
+
 def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, Any]]:
     """Return what training changed in tasks that it did not train on: primary metric, ``kl``, ``turnover``.
 
@@ -64,7 +81,7 @@ def run_changes(run: RunRecord, *, all_tasks: bool = False) -> list[dict[str, An
     """
     trained = [task for task, weights in run.weights.items() if any(weights.values())]
     found = []
-    for task, row in _report_rows(run).items():
+    for task, row in task_rows(run).items():
         if task in trained and not all_tasks:
             continue
         own = {"run": run.name, "trained": trained, "task": task}

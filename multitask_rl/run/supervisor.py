@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from multitask_rl.boundary.interrupts import finishing, interruptible
 from multitask_rl.boundary.printable import counted
@@ -20,6 +21,7 @@ from multitask_rl.errors import CheckpointError, GuardStop
 from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
 from multitask_rl.records import Event, TaskEvaluation
+from multitask_rl.report.summary import rows_at_end
 from multitask_rl.rollout.base import RolloutEngine, push_weights
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
@@ -103,6 +105,15 @@ class Supervisor:
         if evaluates if self.progress.saved_at == step else due:
             self.save()
         return True
+
+    def tell_worse(self) -> dict[str, dict[str, Any]]:
+        """At the end of the run, warn of tasks that ``report`` calls worse than at first; return its rows."""
+        step, checkpoints = self.progress.step, self.store.checkpoints
+        best = checkpoints.best()
+        path = None if best in (None, step) else checkpoints.path(best)
+        rows = rows_at_end(Path(self.config.output_dir), step)
+        self.note(_worse(rows, step, self.config, path))
+        return rows
 
     def _tell_edited_plugins(self) -> None:
         if edited := self.store.code.edited():
@@ -366,6 +377,31 @@ def _told(decision: GuardDecision, step: int) -> list[Event]:
         step=step, source="guard", kind=kind, reason=decision.reason, task=decision.task, data=statistics
     )
     return [*decision.events, event]
+
+
+def _worse(
+    rows: Mapping[str, Mapping[str, Any]], step: int, config: RunConfig, best: Path | None
+) -> list[Event]:
+    """Return a warning of the tasks that are worse at ``step``, the last one; none if no task is.
+
+    ``best`` is the best checkpoint, if the last one is not.
+    """
+    worse = {
+        task: row for task, row in rows.items() if row["verdict"] == "worse" and row["steps"][-1] == step
+    }
+    if not worse:
+        return []
+    found = [
+        f"{task} ({row['metric']} {row['before']:.4g} at step {row['steps'][0]}, now {row['after']:.4g})"
+        for task, row in worse.items()
+    ]
+    back = "" if best is None else f"; checkpoint.resume={best} goes on from the best checkpoint"
+    reason = (
+        f"worse than at the first evaluation: {', '.join(found)}. Lower optimizer.learning_rate (it is "
+        f"{config.optimizer.learning_rate:g}); see `multitask-rl report {config.output_dir}`{back}"
+    )
+    data = {task: [row["before"], row["after"]] for task, row in worse.items()}
+    return [Event(step=step, source="run", kind="alarm", reason=reason, data=data)]
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from html import escape
+from types import MappingProxyType
+from typing import Any
 
 from multitask_rl.boundary.printable import printable
 from multitask_rl.records import TaskEvaluation
@@ -19,6 +22,9 @@ class Evaluations(dict[str, TaskEvaluation]):
     response without a value is counted as ``failed``, or as ``n/a`` if the metric is not applicable to it.
     With several responses a prompt, lines of ``pass@k`` and ``maj@k`` follow, which count prompts.
     """
+
+    changes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """Of a run that ended: task -> its last evaluation against the first, as ``report --json`` tells it."""
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the cells, the heads first; lines of ``pass@k`` and ``maj@k`` name no task."""

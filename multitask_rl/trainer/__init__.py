@@ -274,6 +274,8 @@ class Trainer:
     def train(self) -> Evaluations:
         """Run to ``max_steps`` and return the last evaluation: a mapping that prints as a table.
 
+        Its ``changes`` compare the last evaluation with the first. An event ``alarm`` names tasks that are
+        worse.
         A finished run makes no more steps; its trackers are ended again, in case a kill prevented it. Ctrl-C
         and SIGTERM finish the update, save a checkpoint and raise a ``KeyboardInterrupt``; a second one ends
         at once.
@@ -294,9 +296,12 @@ class Trainer:
                     if not self._is_at_end and parts.supervisor.inspect():
                         self.train_step()
             parts.evaluator.tally.check()
+            changes = parts.supervisor.tell_worse()
             status = "finished"
             last = self.history[-1][1] if self.history else parts.evaluator.evaluate(self.step)
-            return Evaluations(last)
+            result = Evaluations(last)
+            result.changes = changes
+            return result
         except (GuardStop, KeyboardInterrupt):
             status = "stopped"
             raise

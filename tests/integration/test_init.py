@@ -39,6 +39,8 @@ def test_the_project_is_valid_and_trains(here, capsys, monkeypatch):
     for line in Path("README.md").read_text().splitlines():  # the commands are those of the command line
         if line.startswith("    multitask-rl"):
             assert line.split()[1] in ("doctor", "train", "report", "compare")
+    heads = [line.split()[:5] for line in capsys.readouterr().out.splitlines()]
+    assert heads.count(["task", "metric", "before", "after", "difference"]) == 1
     texts = [path.read_text() for path in Path().rglob("*") if path.suffix in (".md", ".py", ".yaml")]
     assert not [text for text in texts if "docs/" in text], "a user of the wheel has no docs/"
     capsys.readouterr()
