@@ -6,12 +6,30 @@ message, so that every error survives ``pickle`` (Ray, process pools).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+LOCATORS: dict[str, Callable[[str], str]] = {}
+"""Place of a task in messages (``tasks.yaml:3: tasks.math``) -> a function that returns ``file:line`` of the
+key that the rest of the message begins with (``.rewards[0].config: ...``).
+
+Reading a file again replaces its own.
+"""
+
+
+def locate(message: str) -> str:
+    """Return ``message`` with the line of the key that it names instead of the line of the key's task."""
+    for place, source_of in LOCATORS.items():
+        before, found, rest = message.partition(place)
+        is_whole = not re.search(r"[\w./\\-]$", before) and not re.match(r"[\w-]", rest)
+        if found and is_whole:
+            return f"{before}{source_of(rest)}: {place.rpartition(': ')[2]}{rest}"
+    return message
 
 
 class MultitaskRLError(Exception):
@@ -20,6 +38,9 @@ class MultitaskRLError(Exception):
     exit_code: int = 1
     others: tuple[MultitaskRLError, ...] = ()
     """Errors found together with this one, such as those of other tasks of the file."""
+
+    def __init__(self, *message: Any) -> None:
+        super().__init__(*(locate(part) if isinstance(part, str) else part for part in message))
 
 
 def raise_all(errors: Sequence[MultitaskRLError]) -> None:

@@ -230,7 +230,8 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
     try:
         return cls() if typed is None else cls(typed)
     except (ConfigError, MissingExtraError, PluginError) as error:
-        if str(error).startswith(where.removesuffix(".config")):
+        path = where.rpartition(": ")[2].removesuffix(".config")
+        if f": {path}" in f": {error}":  # with the line of its key, which may be another
             raise
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:

@@ -201,7 +201,7 @@ def _try(specs: Mapping[str, TaskSpec], first: Mapping[str, Row]) -> list[str]:
                     _score_a_row({name: part}, first)
                 except UnavailableError as error:
                     # an error of the constructor names the place, one of the warm-up does not
-                    said = str(error).startswith(spec.source)
+                    said = f": tasks.{name}" in f": {error}"
                     where = "" if said else f"{spec.where}: "
                     warnings.append(f"{where}{error} train refuses it on this machine.")
         return warnings

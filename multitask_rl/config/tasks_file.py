@@ -29,7 +29,14 @@ from multitask_rl.config.schema.build import build_dataclass, check_keys, settin
 from multitask_rl.config.schema.located_yaml import OVERRIDE, Where, load_yaml
 from multitask_rl.config.schema.ranges import suggest, unknown_name
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec, short_name
-from multitask_rl.errors import ConfigError, MissingExtraError, MultitaskRLError, PluginError, raise_all
+from multitask_rl.errors import (
+    LOCATORS,
+    ConfigError,
+    MissingExtraError,
+    MultitaskRLError,
+    PluginError,
+    raise_all,
+)
 from multitask_rl.plugins import TASKS, build_plugin, load_plugin
 
 S = TypeVar("S", RewardSpec, ConstraintSpec)
@@ -168,6 +175,8 @@ def _deep_merge(base: Mapping[str, Any], given: Mapping[str, Any], where: Where)
             result[key] = _deep_merge(old, value, here)
         else:
             result[key] = value
+            for path in [path for path in here.lines if path[: len(here.path)] == here.path]:
+                del here.lines[path]
             here.lines[here.path] = OVERRIDE
     return result
 
@@ -176,6 +185,9 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     specs, errors = dict[str, TaskSpec](), list[MultitaskRLError]()
     defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
+        if entry[1].line:
+            for place in (str(entry[1]), f"{entry[1].source}: tasks.{name}"):  # two in a list of tasks
+                LOCATORS[place] = entry[1].source_of
         try:
             if name not in defined and suggest(name, defined):
                 raise ConfigError(f"{entry[1]}: {unknown_name('task', name, defined)}; {_NEW_TASK}")
@@ -204,7 +216,10 @@ def _task(name: str, raw: Mapping[str, Any], where: Where) -> TaskSpec:
         values[list_key] = [{"plugin": plugin, "config": {} if config is None else config}]
         item = where.at(list_key, 0)
         where.lines[item.path] = where.at(short).line
-        where.lines[item.at("config").path] = where.at(config_key).line
+        config_path = where.at(config_key).path
+        for path, line in list(where.lines.items()):
+            if path[: len(config_path)] == config_path:
+                where.lines[item.at("config", *path[len(config_path) :]).path] = line
     plugin_lists = {key: values.pop(key, []) for key in ("rewards", "constraints")}
     spec = build_dataclass(TaskSpec, {**values, "name": name}, where)
     spec.rewards = _plugins(RewardSpec, plugin_lists["rewards"], where.at("rewards"), spec)
@@ -251,7 +266,7 @@ def _with_plugin_settings(raw: Mapping[str, Any], where: Where) -> dict[str, Any
         plugin = load_plugin(TASKS, name, expects=["settings", "rows"])
     except (MissingExtraError, PluginError) as error:
         raise type(error)(f"{where.at('dataset')}: {error}") from error
-    task = build_plugin(plugin, config or {}, where=str(where))
+    task = build_plugin(plugin, config or {}, where=f"{where}.dataset_config")
     given = {long for short, (_, long) in SHORT_FORMS.items() if short in raw}
     settings = {k: v for k, v in task.settings().items() if k not in given}
     if has_rewards:

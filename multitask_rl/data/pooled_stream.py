@@ -65,7 +65,7 @@ class PooledStream(PromptStream):
             names = [*map(str, range(self._spec.pools)), UNSEEN]
             pool_of = [UNSEEN] * len(self._rows)
         else:
-            self._labels, members = pools_by_column(self._rows, self._spec, self._task)
+            self._labels, members = pools_by_column(self._rows, self._spec, f"tasks.{self._task}")
             names, pool_of = [str(i) for i in range(len(self._labels))], [str(i) for i in members]
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in names}
         for index in order:
@@ -343,10 +343,10 @@ def check_curriculum(spec: TaskSpec, rows: Rows) -> None:
             "into pools, and streamed rows are not known beforehand; leave out curriculum or streaming"
         )
     if spec.curriculum.by not in ("", PASS_RATE):
-        pools_by_column(rows, spec.curriculum, spec.name)
+        pools_by_column(rows, spec.curriculum, spec.where)
 
 
-def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[str], list[int]]:
+def pools_by_column(rows: Rows, spec: CurriculumSpec, where: str) -> tuple[list[str], list[int]]:
     """Return the labels of pools by a column, ascending, and the pool of every row.
 
     There is a pool per value; many numbers make pools of about equal size. A number whose rows alone fill a
@@ -359,7 +359,7 @@ def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[s
     for number, row in enumerate(rows):
         if (value := row.get(spec.by)) is None:
             raise DataError(
-                f"task {task!r}: curriculum.by is {spec.by!r}, but row {number} has no such column (it has: "
+                f"{where}.curriculum.by: it is {spec.by!r}, but row {number} has no such column (it has: "
                 f"{', '.join(sorted(map(str, row)))}); name a column of every row, or {PASS_RATE!r}"
             )
         values.append(value)
@@ -372,7 +372,7 @@ def pools_by_column(rows: Rows, spec: CurriculumSpec, task: str) -> tuple[list[s
         return [f"{spec.by} {v}" for v in distinct], [numbers[k] for k in keys]
     if not numeric:
         raise DataError(
-            f"task {task!r}: the column {spec.by!r} of curriculum.by holds {len(distinct)} different texts, "
+            f"{where}.curriculum.by: the column {spec.by!r} holds {len(distinct)} different texts, "
             f"more than curriculum.pools = {spec.pools}; raise it, or name a column of numbers"
         )
     starts, before = [distinct[0]], 0

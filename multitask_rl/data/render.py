@@ -591,14 +591,16 @@ def check_rows(
                 hint = f"; name the column of the prompts in the task, such as prompt: '{{{column}}}'"
             readers = {"the prompt": prompted, "the answer": answered, "tools_column": {spec.tools_column}}
             readers |= {"a reward, constraint or environment": {*needs, *parameters}}
-            read_by = " and ".join(name for name, own in readers.items() if missing & own)
+            reading = [name for name, own in readers.items() if missing & own]
+            keys = {"the prompt": ".prompt", "the answer": ".answer", "tools_column": ".tools_column"}
+            key = keys.get(reading[0], "") if len(reading) == 1 else ""
             if (asked := missing & {*parameters}) and not isinstance(rows, GeneratedRows):
                 number = sum(not asked <= own.keys() for own in rows)
                 hint += f"; {number} of {len(rows)} rows lack {', '.join(sorted(asked))}: fill or remove "
                 hint += "them, or give the function's parameter a default"
             raise DataError(
-                f"{spec.where}: row {label} of {place} lacks "
-                f"{', '.join(sorted(missing))}, read by {read_by} "
+                f"{spec.where}{key}: row {label} of {place} lacks "
+                f"{', '.join(sorted(missing))}, read by {' and '.join(reading)} "
                 f"(columns: {', '.join(map(str, row)) or 'none'}){hint}"
             )
         prompt = render_content(spec, row)
@@ -612,7 +614,7 @@ def check_rows(
         _tools(spec, row)
         if not prompt and spec.prompt and not spec.environment:
             raise DataError(
-                f"{spec.where}: the prompt of row {row_id(row)!r} is empty (columns: "
+                f"{spec.where}.prompt: the prompt of row {row_id(row)!r} is empty (columns: "
                 f"{_cut(repr(dict(row)))}); give it a text, or leave the row out (the task's prompt is "
                 f"{spec.prompt!r})"
             )

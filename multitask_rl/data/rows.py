@@ -260,7 +260,7 @@ def _read_plugin(spec: TaskSpec, name: str) -> dict[str, Rows]:
     kept_apart = tuple(getattr(task, "evaluation_splits", ()))
     if spec.split in kept_apart and not spec.evaluation_only:
         raise DataError(
-            f"{spec.where} would train on split {spec.split!r} of {name!r}, "
+            f"{spec.where}.split: the task would train on split {spec.split!r} of {name!r}, "
             f"which is kept for evaluation ({', '.join(kept_apart)}); train on another split, or set "
             "evaluation_only: true"
         )
@@ -300,7 +300,7 @@ def _take(spec: TaskSpec, splits: Mapping[str, Rows], split: str) -> Rows:
     if not rows:
         have = ", ".join(f"{name or '(none)'}: {counted(len(r), 'row')}" for name, r in splits.items())
         raise DataError(
-            f"{spec.where} has no rows of split {split!r} "
+            f"{spec.where}.{'split' if split == spec.split else 'eval_split'}: no rows of split {split!r} "
             f"(there are {have}); set 'split' or 'eval_split' to one that has"
             + (", or leave it out: the rows name no split" if set(splits) == {""} else "")
         )

@@ -107,7 +107,9 @@ def _maker(located: Located, config: Mapping[str, Any], where: str, seed: int | 
     try:
         signature.bind(**config)
     except TypeError as error:
-        raise PluginError(f"{where}_config: {label}{signature}: {error}") from error
+        unknown = [f".{key}" for key in config if key not in signature.parameters]
+        key = unknown[0] if unknown and "unexpected" in str(error) else ""
+        raise PluginError(f"{where}_config{key}: {label}{signature}: {error}") from error
     return partial(found, **config)
 
 

@@ -198,7 +198,7 @@ MISTAKES = {
     "a column that the prompt lacks": (
         VALIDATE,
         task(prompt="{question}"),
-        ["tasks.copy: row", "lacks question"],
+        ["tasks.copy.prompt: row", "lacks question"],
     ),
     "a misspelt column in the prompt": (VALIDATE, task(prompt="{promtp}"), ["did you mean 'prompt'"]),
     "a prompt that is null": (
@@ -261,7 +261,7 @@ MISTAKES = {
     "an empty prompt": (
         TRAIN,
         data("d.jsonl", '{"prompt": "", "reference": "a"}\n' * 3),
-        ["tasks.copy: the prompt of row", "is empty", "give it a text"],
+        ["tasks.copy.prompt: the prompt of row", "is empty", "give it a text"],
     ),
     # a reward of one's own
     "a reward file that is not there": (

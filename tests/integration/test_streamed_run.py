@@ -45,7 +45,9 @@ def test_a_later_row_without_a_prompt_is_left_out_and_a_first_one_is_refused(cap
     prompts = StreamedPrompts(train_rows, task="t", seed=0)
     assert all(row["prompt"] for _, row in prompts.next(2 * BLOCK))
     (warning,) = caplog.messages
-    assert warning.startswith("a streamed row is left out, as will be others of its kind: tasks.t: row")
+    assert warning.startswith(
+        "a streamed row is left out, as will be others of its kind: tasks.t.prompt: row"
+    )
     assert "lacks prompt" in warning
     with pytest.raises(DataError, match="lacks prompt"):
         load_task_rows(*specs(1000))

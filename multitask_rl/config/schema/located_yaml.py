@@ -77,6 +77,17 @@ class Where:
             return "override"
         return f"{self.file}:{self.line}" if self.line else self.file
 
+    def source_of(self, text: str) -> str:
+        """Return ``source`` of the key below this place that ``text`` begins with (``.a[0].b: ...``)."""
+        found = self
+        for path in self.lines:
+            if len(path) > len(found.path) and path[: len(self.path)] == self.path:
+                here = Where(self.file, path, self.lines)
+                rest = text.removeprefix(here.keys[len(self.keys) :])
+                if rest != text and not re.match(r"[\w-]", rest):
+                    found = here
+        return found.source
+
     @property
     def keys(self) -> str:
         """The key path as text: ``tasks.math.rewards[0].weight``."""

@@ -205,7 +205,7 @@ def test_quick_sees_a_misspelt_argument_of_an_environment_that_has_no_config(
     )
     keys = ["tasks.math.environment=world.py:World", "tasks.math.environment_config={cst: 2}"]
     assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == 2
-    assert "environment_config: World(seed, cost=1.0): got an unexpected" in capsys.readouterr().err
+    assert "environment_config.cst: World(seed, cost=1.0): got an unexpected" in capsys.readouterr().err
     keys[1] = "tasks.math.environment_config={cost: 2}"
     assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == 0
 
@@ -689,7 +689,7 @@ def test_a_model_that_this_machine_lacks_is_a_warning(here, capsys):
     assert main(["tasks", "validate", "tasks.yaml", f"tasks.math.rewards={rewards}"]) == 0
     told = capsys.readouterr().out
     assert "2 tasks are valid" in told
-    place = "tasks.yaml:3: tasks.math.rewards[0].config"
+    place = "override: tasks.math.rewards[0].config"
     assert f"{place}: rm_hf: the model 'nowhere/no-such-model' cannot be read" in told
     assert "tasks.math: tasks.yaml" not in told
     assert "train refuses it on this machine" in told

@@ -1,5 +1,6 @@
 """The tasks file: what loads, and what each mistake is told."""
 
+import pickle
 from datetime import date
 from pathlib import Path
 from textwrap import dedent
@@ -12,7 +13,7 @@ from multitask_rl.config.run import RolloutConfig
 from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.config.tasks_file import fill_weights, load_tasks, need_datasets, parse_tasks
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import ConfigError, PluginError
+from multitask_rl.errors import ConfigError, DataError, PluginError
 from multitask_rl.records import SamplingParams
 
 REFERENCE = Path(__file__).parents[3] / "configs" / "reference_tasks.yaml"
@@ -366,3 +367,57 @@ def test_a_primary_metric_that_is_none_of_the_rewards_is_refused_for_task_plugin
 def test_a_task_of_an_environment_alone_may_be_called_like_another() -> None:
     tasks = {"copy": {"rewards": ["length"]}, "copy2": {"environment": "number_game"}}
     assert list(parse_tasks({"tasks": tasks})) == ["copy", "copy2"]
+
+
+def test_a_later_error_names_the_line_of_its_key_as_those_of_the_file_do(tmp_path: Path) -> None:
+    """Errors of data, plugins and models begin with ``TaskSpec.where`` and a key path below it."""
+    file = tmp_path / "tasks.yaml"
+    file.write_text(
+        "tasks:\n"
+        "  one: &one\n"
+        "    type: grpo\n"
+        "    reward_model: length\n"
+        "    reward_config:\n"
+        "      minimum: 1\n"
+        "    constraints:\n"
+        "      - tool_use\n"
+        "      - {name: b, plugin: tool_use,\n"
+        "        config: {\n"
+        "          unit: words}}\n"
+        "    select:\n"
+        "      a b: 1\n"
+        "      two.c: 1\n"
+        "    algorithm_config: {clip_low: 0.2}\n"
+        "  two:\n"
+        "    <<: *one\n"
+        "    weight: 2\n"
+        "  twofold: {rewards: [length], weight: 2}\n"
+    )
+    given = {"algorithm_config": {"clip_high": 3}, "weight": 3, "constraints": [{"plugin": "tool_use"}]}
+    specs = load_tasks(file, {"two": given, "new": {"rewards": ["length"]}})
+
+    def line_of(name: str, rest: str) -> str:
+        place = f"{specs[name].where}{rest}"
+        told = str(DataError(f"{place}: is wrong"))
+        assert told.endswith(f": tasks.{name}{rest}: is wrong")
+        again = pickle.loads(pickle.dumps(DataError(f"{place}: is wrong")))
+        assert str(again) == str(ConfigError(told)) == told, "a message is changed once"
+        return told.removesuffix(f": tasks.{name}{rest}: is wrong").removeprefix(f"{file}:")
+
+    assert line_of("one", "") == "2"
+    assert line_of("one", ".rewards[0].config.minimum") == "6"
+    assert line_of("one", ".rewards[0].config.absent") == "5"
+    assert line_of("one", ".constraints[1].config.unit.deeper") == "11"
+    assert line_of("one", ".constraints[0].plugin") == "8"
+    assert line_of("one", ".select.a b") == "13"
+    assert line_of("one", ".select.two.c") == "14"
+    assert line_of("one", ".selected") == line_of("one", ".dataset") == "2"
+    assert line_of("two", ".select.a b") == "13"
+    assert line_of("two", ".algorithm_config.clip_low") == "15"
+    assert line_of("two", ".algorithm_config.clip_high") == line_of("two", ".weight") == "override"
+    assert line_of("two", ".constraints[1].config.unit") == "override", "the list of the file was replaced"
+    assert line_of("twofold", ".weight") == "19"
+    assert line_of("new", ".rewards[0].config") == "override"
+    assert str(ConfigError("tasks.yaml:3: tasks.one.select: x")) == "tasks.yaml:3: tasks.one.select: x"
+    specs = load_tasks(file)
+    assert line_of("two", ".weight") == "18", "the newest reading counts"

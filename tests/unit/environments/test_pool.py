@@ -197,7 +197,7 @@ def test_the_worlds_of_a_pool_that_closes_are_closed(make, tmp_path):
 
 
 def test_what_cannot_be_built_is_refused_with_its_place(make):
-    with pytest.raises(PluginError, match=r"tasks\.a\.environment_config: Echo.*speed"):
+    with pytest.raises(PluginError, match=r"tasks\.a\.environment_config\.speed: Echo.*speed"):
         make(speed=3).check("a")
     with pytest.raises(PluginError, match="has no 'Nope'"):
         make("Nope").check("a")

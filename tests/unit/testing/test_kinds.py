@@ -289,7 +289,7 @@ def test_an_environment_that_breaks_its_contract_is_told(
 def test_a_wrong_argument_of_an_environment_is_told_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "worlds.py").write_text(ENVIRONMENTS)
     (finding,) = check_environment(f"{tmp_path / 'worlds.py'}:Talks", {"cst": 1}, row={"word": "yes"})
-    assert finding.detail.startswith("environment_config: Talks(")
+    assert finding.detail.startswith("environment_config.cst: Talks(")
 
 
 def test_what_an_environment_needs_beyond_a_row_is_not_tried(tmp_path: Path) -> None:
