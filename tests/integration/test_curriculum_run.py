@@ -72,7 +72,10 @@ def test_a_step_without_a_group_of_the_task_has_no_number_of_its_pools(tmp_path)
 def test_a_curriculum_that_cannot_be_is_refused_before_the_model_loads(tmp_path) -> None:
     directory = start(tmp_path / "a", "{by: levle}")
     (directory / "actor" / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"'copy'.*'levle'.*it has: id, prompt, reference"):
+    with pytest.raises(
+        DataError,
+        match=r"tasks.yaml:\d+: tasks.copy.curriculum.by: it is 'levle'.*it has: id, prompt, reference",
+    ):
         Trainer.from_config(run_config(directory, "run", 1))
     write_run(directory, with_curriculum("{by: reference, floor: 1.5}"))
     with pytest.raises(ConfigError, match=r"curriculum\.floor must be in \[0, 1\], got 1\.5"):
