@@ -26,8 +26,7 @@ def locate(message: str) -> str:
     """Return ``message`` with the line of the key that it names instead of the line of the key's task."""
     for place, source_of in LOCATORS.items():
         before, found, rest = message.partition(place)
-        is_whole = not re.search(r"[\w./\\-]$", before) and not re.match(r"[\w-]", rest)
-        if found and is_whole:
+        if found and not re.search(r"[\w./\\-]$", before) and not re.match(r"[\w-]", rest):
             return f"{before}{source_of(rest)}: {place.rpartition(': ')[2]}{rest}"
     return message
 

@@ -335,7 +335,10 @@ def _is_in_mapping(key: str) -> bool:
 
 
 def _empty_mappings(tree: DictConfig, overrides: Iterable[str]) -> None:
-    """Empty each mapping given as ``{}``, which Hydra merges without effect; keep what is given later."""
+    """Empty each mapping that an override gives as ``{}``: Hydra merges it without effect.
+
+    Values of later overrides stay.
+    """
     emptied: list[str] = []
     given = OverridesParser.create().parse_overrides([text for text in overrides if text[:1] != "~"])
     for override in given:

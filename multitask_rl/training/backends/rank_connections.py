@@ -163,36 +163,27 @@ class RankConnections:
                 logger.warning("waiting for learner rank %s in %s for %.0f s", names, what, now - began)
                 continue
             if kind in ("gone", "failed"):
-                # first without how its process ended: a signal may interrupt the wait for that, and there is
-                # no second message
-                self._lost = self._failure(what, rank, content)
-                if content is None:
-                    self._lost = self._failure(what, rank, None, self._end(rank))
+                # a signal may interrupt ``_failure``, which waits, and the rank sends no second message
+                self._lost = TrainingError(f"learner rank {rank} hung up during {what}")
+                self._lost = self._failure(rank, what, content)
                 raise self._lost
             if kind == "arrived":
                 self.arrived[rank] = at
             return rank, kind, content
 
-    def _end(self, rank: int) -> str:
-        """Return how the process of a rank that hung up ended, if it says so within some seconds."""
-        for _ in range(50 if rank in self._helpers else 0):
-            if how := self._helpers[rank].ended():
-                return how
-            time.sleep(0.1)
-        return "hung up"
-
     def _failure(
-        self,
-        what: str,
-        rank: int,
-        content: tuple[type[MultitaskRLError] | None, str] | None,
-        how: str = "hung up",
+        self, rank: int, what: str, content: tuple[type[MultitaskRLError] | None, str] | None
     ) -> MultitaskRLError:
         """Return the error of a rank that failed or (None) hung up."""
         if content is None:
+            how = ""
+            for _ in range(50):
+                if rank not in self._helpers or (how := self._helpers[rank].ended()):
+                    break
+                time.sleep(0.1)
             return TrainingError(
-                f"learner rank {rank} {how} during {what}; the last checkpoint is intact. Less memory per "
-                "rank: lower batch.tokens_per_microbatch"
+                f"learner rank {rank} {how or 'hung up'} during {what}; the last checkpoint is intact. Less "
+                "memory per rank: lower batch.tokens_per_microbatch"
             )
         error_class, text = content
         if error_class is not None:
