@@ -18,7 +18,7 @@ LOCATORS: dict[str, Callable[[str], str]] = {}
 """Place of a task in messages (``tasks.yaml:3: tasks.math``) -> a function that returns ``file:line`` of the
 key that the rest of the message begins with (``.rewards[0].config: ...``).
 
-Reading a file again replaces its own.
+If a file is read again, entries with the same place are replaced; the others stay.
 """
 
 

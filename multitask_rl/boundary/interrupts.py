@@ -85,7 +85,10 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextlib.contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """Yield a list that gets the signals of the block, which do nothing else; only in the main thread."""
+    """Yield a list to which each signal in the block is added, in place of its effect.
+
+    In other threads than the main one, nothing changes and the list stays empty.
+    """
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     with _handled_by(lambda number, _frame: came.append(number)) if is_main else contextlib.nullcontext():

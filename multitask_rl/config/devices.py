@@ -116,7 +116,8 @@ def parse_device_map(
             ``reward.<task>`` and ``constraint.<task>``.
         num_cuda: CUDA devices of the machine; None = ask torch, if the map names one.
         tasks: None = any task.
-        other_machines: learner ranks but the first may be on other machines: their devices are only counted.
+        other_machines: all learner ranks but the first may be on other machines. Of roles without a task,
+            only the first device is looked for on this machine; the others are counted.
 
     Raises:
         ConfigError: an unknown role or task, a malformed or missing device, one that the role cannot use, or
@@ -199,8 +200,8 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     """Return (device of the actor, device of the critic) of each learner rank.
 
     If there are more ranks than devices of the critic, the ranks get these in turn. A single rank gets
-    ``("", "")``: its models stay where they are. If ``torchrun`` started ranks on several machines, each
-    gets the GPU of its number on its machine (``LOCAL_RANK``).
+    ``("", "")``: its models stay where they are. If ``torchrun`` started ranks on several machines and the
+    actor is on GPUs, a rank and its critic get the GPU with the rank's number within its machine.
 
     Raises:
         ConfigError: ranks and devices do not fit, or a setting that sequences in parts cannot serve.
@@ -248,13 +249,16 @@ def torchrun_size() -> int:
 
 
 def ranks_per_machine() -> int:
-    """Return how many ranks each machine has if ``torchrun`` started them on several; else 0."""
+    """Return how many ranks this machine has if ``torchrun`` started ranks on several; else 0.
+
+    The other machines must have as many.
+    """
     has_several = torchrun_size() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1"
     return int(os.environ["LOCAL_WORLD_SIZE"]) if has_several else 0
 
 
 def spans_machines(config: RunConfig) -> bool:
-    """Whether learner ranks but the first may be on other machines than this one."""
+    """Whether all learner ranks but the first may be on other machines than this one."""
     return config.executor == "ray" or ranks_per_machine() > 0
 
 

@@ -63,12 +63,15 @@ def task_rows(run: RunRecord) -> dict[str, dict[str, Any]]:
 
 
 def rows_at_end(directory: Path, step: int) -> dict[str, dict[str, Any]]:
-    """Return ``task_rows`` of a run that ends at ``step``; none if it was not evaluated there."""
+    """Return ``task_rows`` of all tasks if at least one was evaluated at ``step``, the last; else no rows.
+
+    Records that are missing or cannot be read have no rows either.
+    """
     if not (directory / "evaluations.jsonl").is_file():
         return {}
     try:
         rows = task_rows(read_run(directory, whole=False))
-    except ConfigError as error:  # a summary is worth less than the end of a run
+    except ConfigError as error:  # the run has ended well all the same
         logger.warning("the first evaluation is not compared with the last: %s", error)
         return {}
     return rows if any(row["steps"][-1] == step for row in rows.values()) else {}

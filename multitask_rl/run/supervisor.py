@@ -107,7 +107,7 @@ class Supervisor:
         return True
 
     def tell_worse(self) -> dict[str, dict[str, Any]]:
-        """At the end of the run, warn of tasks that ``report`` calls worse than at first; return its rows."""
+        """At the end of the run, warn of tasks that ``report`` calls worse; return its rows of all tasks."""
         step, checkpoints = self.progress.step, self.store.checkpoints
         best = checkpoints.best()
         path = None if best in (None, step) else checkpoints.path(best)
@@ -384,7 +384,7 @@ def _worse(
 ) -> list[Event]:
     """Return a warning of the tasks that are worse at ``step``, the last one; none if no task is.
 
-    ``best`` is the best checkpoint, if the last one is not.
+    ``best`` is the path of the best checkpoint; None if there is none, or it is the last one.
     """
     worse = {
         task: row for task, row in rows.items() if row["verdict"] == "worse" and row["steps"][-1] == step

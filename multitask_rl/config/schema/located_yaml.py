@@ -78,7 +78,10 @@ class Where:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def source_of(self, text: str) -> str:
-        """Return ``source`` of the key below this place that ``text`` begins with (``.a[0].b: ...``)."""
+        """Return ``source`` of the longest known key path below this place that ``text`` begins with.
+
+        Such a text is ``.a[0].b: ...``. Without such a path it is that of this place.
+        """
         found = self
         for path in self.lines:
             if len(path) > len(found.path) and path[: len(self.path)] == self.path:

@@ -155,7 +155,7 @@ def serve_torchrun_rank() -> None:
     """In rank 0, and without ``torchrun``, return at once; in another rank serve the trainer, then exit.
 
     Raises:
-        SystemExit: rank 0 has ended, or this rank failed.
+        SystemExit: rank 0 has ended, this rank failed, or a signal came while it served a run.
     """
     if torchrun_size() < 2:
         return
@@ -166,7 +166,8 @@ def serve_torchrun_rank() -> None:
     number = 0
     while (where := json.loads(_store().get(f"multitask_rl/{rank}/{number}"))) is not None:
         # the process serves the next run too, and torchrun ends it if the trainer is killed
-        with noting_signals() as came:  # torchrun sends them to all ranks; the trainer saves with this one
+        # torchrun sends a signal to every rank; the trainer needs this one to save
+        with noting_signals() as came:
             has_succeeded = serve(**where, outlives=True)
         if came or not has_succeeded:
             raise SystemExit(0 if has_succeeded else 1)
@@ -214,11 +215,11 @@ def _store() -> Any:
 
 
 def _own_address() -> str:
-    """Return the address by which the other machines of ``torchrun`` reach this one, the first."""
+    """Return the address at which other machines of ``torchrun`` reach this machine, which runs rank 0."""
     name = os.environ["MASTER_ADDR"]
     address = socket.gethostbyname(name)
     if address.startswith("127.") and name not in ("localhost", address):
-        # Debian gives the machine's own name such an address; a datagram socket sends nothing to connect
+        # Debian gives the machine's own name such an address; this socket sends nothing and shows the other
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))
             address = str(probe.getsockname()[0])
