@@ -49,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     own = torch.get_float32_matmul_precision()
-    products.multiply_with_onednn()
+    products.multiply_with_onednn(products.MIN_WIDTH)
     if not products.with_onednn:
         raise SystemExit("torch's own choice is kept on this machine: see multitask_rl/attention/products.py")
     other = torch.get_float32_matmul_precision()

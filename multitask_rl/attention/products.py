@@ -20,19 +20,25 @@ in every layer; the next pass has other lengths and makes others.
 """
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
+MIN_WIDTH = 512
+"""Width of the narrowest model for which oneDNN pays: it compiles a product for each new shape (0.3 ms)."""
 
 with_onednn = False
 """oneDNN multiplies float32 in this process."""
 
 
-def multiply_with_onednn() -> None:
+def multiply_with_onednn(width: int) -> None:
     """Let oneDNN multiply this process's float32 matrices where that is faster and as exact.
 
-    That is on an AMD CPU with AVX-512 and without an accelerator. A small product is tried: if its error is
-    above ``EXACT``, the setting is taken back. A process that has chosen a precision itself keeps it.
+    That is on an AMD CPU with AVX-512 and without an accelerator, for models of ``MIN_WIDTH`` or wider.
+    A small product is tried: if its error is above ``EXACT``, the setting is taken back. A process that has
+    chosen a precision itself keeps it.
+
+    Args:
+        width: of the model's hidden states.
     """
     global with_onednn
-    if with_onednn or torch.accelerator.is_available():
+    if with_onednn or width < MIN_WIDTH or torch.accelerator.is_available():
         return
     known = torch.cpu.get_capabilities()
     if not (known.get("avx512_f") and str(known.get("cpu_name", "")).startswith("AMD")):

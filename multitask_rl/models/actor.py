@@ -64,8 +64,8 @@ class Actor:
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig
     ) -> None:
-        multiply_with_onednn()
         self.model = model.eval()  # PEFT returns modules in training mode
+        multiply_with_onednn(self.hidden_size)
         self.tokenizer = tokenizer
         self.config = config
         self.engine = ""

@@ -240,10 +240,10 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
 
     from multitask_rl.attention.products import multiply_with_onednn
 
-    multiply_with_onednn()
     # its progress bars would break the run's own progress lines
     transformers.utils.logging.disable_progress_bar()
     config = read_model_config(model_name, plugin)
+    multiply_with_onednn(getattr(config.get_text_config(), "hidden_size", 0))
     loader: Callable[..., Any] = getattr(transformers, auto_class).from_pretrained
     full = dtype
     if dtype in _BITS:

@@ -237,7 +237,7 @@ def _undisturbed(
 def _samples_repeated_after(
     harm: Callable[[], None], engine: RayEngine, actor: Actor, directory: Path
 ) -> set[int]:
-    """Do ``harm`` after the first samples, while no replica ends others; return the seeds begun again after it."""
+    """Do ``harm`` after the first samples, while no replica ends others; return the seeds begun again."""
     expected = HFEngine.build(actor, RolloutConfig(), seed=0, output_dir=directory / "own").generate(REQUESTS)
     before, _ = _undisturbed(engine, directory, _ids([_ended(expected)]))
     parts: list[list[Ended]] = []

@@ -292,13 +292,13 @@ class Replica(Rank):
 
     def __init__(self, rank: int, setup: Setup, channel: Channel, address: str) -> None:
         torch.set_num_threads(setup.num_threads)
-        multiply_with_onednn()
         self._channel = channel
         self._engine: RolloutEngine | None = None
         main, own = setup.devices[0], setup.devices[rank]
         places = {main[1]: own[1], main[0]: own[0]}
         thawed, tensors = thaw(setup.frozen, places, setup.absent)
         actor, critic, reference, average, teachers, tasks, config = thawed
+        multiply_with_onednn(actor.hidden_size)
         for model in (actor.model, reference, critic.trunk, *teachers.values()):
             if model is not None:
                 register_outputs(model)

@@ -17,7 +17,9 @@ PRODUCT = """
 import torch
 from multitask_rl.attention.products import multiply_with_onednn
 {before}
-multiply_with_onednn()
+multiply_with_onednn(511)
+print("narrow", torch.get_float32_matmul_precision())
+multiply_with_onednn(512)
 left, right = torch.arange(20000.0).cos().view(100, 200), torch.arange(30000.0).sin().view(200, 150)
 exact = left.double() @ right.double()
 error = (left @ right - exact).abs().max() / exact.abs().max()
@@ -48,6 +50,10 @@ def test_onednn_multiplies_float32_on_an_amd_cpu_with_avx512():
     assert all("src:f32" in line and "dst:f32" in line for line in lines)
 
 
+def test_a_narrow_model_keeps_the_choice_of_torch():
+    assert "narrow highest" in multiply()
+
+
 def test_a_product_has_the_precision_of_float32_on_every_cpu():
     error = re.search(r"error (\S+)", multiply())
     assert float(error[1]) < products.EXACT
@@ -61,7 +67,7 @@ def test_a_precision_that_the_process_chose_stays(chosen):
 MANY_SHAPES = """
 import psutil, torch
 from multitask_rl.attention.products import multiply_with_onednn
-multiply_with_onednn()
+multiply_with_onednn(512)
 torch.set_num_threads(1)
 resident = psutil.Process().memory_info
 (torch.ones(17, 64) @ torch.ones(64, 64)).sum()
