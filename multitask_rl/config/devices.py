@@ -2,7 +2,8 @@
 
 Each device of the actor is a learner rank with a copy of the weights. With ``cuda:0-3 sharded`` a rank has a
 part of them; with ``cuda:0-7 sharded=4`` each four ranks divide a copy; with ``cuda:0-3 tensor=2`` pairs of
-ranks also compute every layer together. Ranks on a CPU are numbered the same way: ``cpu:0-3``.
+ranks also compute every layer together. With ``cuda:0-3 sharded offload`` the parts lie in host memory.
+Ranks on a CPU are numbered the same way: ``cpu:0-3``.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ _PER_TASK = ("reward", "constraint")
 _WITH_ACTOR = {"reference": "reference model", "rollout": "rollout engine"}
 _ALLOWED = (
     "allowed: cpu, cuda, cuda:0, cuda:0-3, cuda:4,5, cpu:0-3; for the actor also cuda:0-3 sharded, "
-    "cuda:0-7 sharded=4 and cuda:0-3 tensor=2"
+    "cuda:0-7 sharded=4, cuda:0-3 tensor=2, and any of these three with offload"
 )
 _MOST_DEVICES = 4096
-_NUMBERED = re.compile(r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded(?:=(\d+))?)?(?:tensor=(\d+))?")
+_NUMBERED = re.compile(
+    r"(cpu|cuda):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(sharded(?:=(\d+))?)?(?:tensor=(\d+))?(offload)?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,8 @@ class DeviceSet:
     """Number of neighbouring devices that compute every layer together."""
     parts: int = field(default=1, compare=False)
     """Parts that a copy of the model (``tensor``: of each part of the layers) is cut into."""
+    is_offloaded: bool = field(default=False, compare=False)
+    """The parts lie in host memory; a device has the block that it computes."""
 
     @property
     def names(self) -> list[str]:
@@ -99,7 +104,20 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
             f"{where}: {text!r}: sharded={parts} must be 2 or more and divide {number}{beside}: each copy of "
             "the model has so many parts"
         )
-    return DeviceSet(match[1], tuple(sorted(indices)), is_sharded=is_sharded, tensor=tensor, parts=parts)
+    if match[6] and (not is_sharded or match[1] == "cpu"):
+        why = "a CPU's are there" if is_sharded else "only parts of a model are moved"
+        raise ConfigError(
+            f"{where}: {text!r}: offload moves weights from GPUs to host memory, and {why}; write e.g. "
+            "cuda:0-3 sharded offload"
+        )
+    return DeviceSet(
+        match[1],
+        tuple(sorted(indices)),
+        is_sharded=is_sharded,
+        tensor=tensor,
+        parts=parts,
+        is_offloaded=bool(match[6]),
+    )
 
 
 def parse_device_map(

@@ -363,7 +363,7 @@ class RunConfig(Settings):
     """Role -> devices: ``actor``, ``critic``, ``reward.<task>``, ``constraint.<task>``; default: cuda if
     there is one, else cpu. ``reference`` and ``rollout`` use the actor's devices. Each device of the actor
     (``cuda:0-3``, ``cpu:0-1``) is a learner rank with a copy of the weights, or with a part of them
-    (``cuda:0-3 sharded``, FSDP)."""
+    (``cuda:0-3 sharded``, FSDP; ``cuda:0-3 sharded offload``: in host memory)."""
     profile: Annotated[str, OneOf("", "torch")] = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: Natural = 0

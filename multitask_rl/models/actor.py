@@ -125,6 +125,10 @@ class Actor:
         self._target = torch.device(device) if on_host else None
         self.model.to("cpu" if on_host else device)
 
+    def compute_on(self, device: torch.device) -> None:
+        """Compute on ``device``, to which each pass brings the weights from host memory."""
+        self._target = device
+
     @property
     def device(self) -> torch.device:
         """Device that the actor computes on; its weights are there, or wait in host memory (``place``)."""

@@ -167,6 +167,14 @@ def estimate_memory(
         "weights": shape.parameters * width / holders,
         **plan.backend_class.learner_bytes(config, shape.trainable, learner),
         "reference": shape.parameters * width * has_reference(plan) / holders,
+    }
+    if actor_devices(config).is_offloaded:
+        # of embedding and head, and of a layer: weights, as many once more (the next layer's, or their
+        # gradient), and the gradient in float32
+        outside = 2 * shape.vocabulary * shape.hidden
+        layer = max(0.0, shape.parameters - outside) / shape.layers
+        parts = {"weights": (outside + layer) * (2 * width + 4)}
+    parts |= {
         "copy to sample from": shape.parameters * _copy_width(plan, width),
         "average of the reference": 4 * shape.parameters * (has_average(plan) and width < 4),
         "teachers": _teacher_bytes(plan, width),
@@ -203,15 +211,17 @@ def estimate_host_memory(plan: RunPlan, shape: ModelShape, work: Workload) -> di
     if _is_on_host(plan):
         return {}
     config = plan.config
-    begins_here = actor_devices(config).begins_on_host and plan.num_parts > 1
-    parts = {
-        "weights until they are divided": shape.parameters
-        * _width(plan)
-        * (1 + has_reference(plan))
-        * begins_here,
-        "optimizer": 12 * shape.trainable * (config.optimizer.moments == "host"),
-        "samples of a step": work.samples * sample_bytes(work.new_tokens),
-    }
+    actor, width = actor_devices(config), _width(plan)
+    weights = shape.parameters * width * (1 + has_reference(plan))
+    parts = {"samples of a step": work.samples * sample_bytes(work.new_tokens)}
+    if actor.is_offloaded:
+        copies = len(actor.names) / plan.num_parts
+        parts["weights"] = copies * weights
+        parts["gradients"] = copies * 4 * shape.trainable
+        parts["optimizer"] = copies * _optimizer_bytes(plan, shape.trainable, width)
+    else:
+        parts["weights until they are divided"] = weights * (actor.begins_on_host and plan.num_parts > 1)
+        parts["optimizer"] = 12 * shape.trainable * (config.optimizer.moments == "host")
     return {name: float(size) for name, size in parts.items() if size}
 
 

@@ -38,23 +38,26 @@ def test_one_rank_over_nccl_sums_sends_and_gathers(ranks):
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="sharding needs torch 2.13")
-@pytest.mark.parametrize("begins_on", ["cuda:0", "cpu"])
-def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks, begins_on):
+@pytest.mark.parametrize(("begins_on", "offload"), [("cuda:0", False), ("cpu", False), ("cpu", True)])
+def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks, begins_on, offload):
     ids = torch.tensor([[3, 5, 7, 9]], device=ranks.device)
     model = build_model().to(ranks.device)
     model(input_ids=ids).logits.sum().backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    shard_model(model.to(begins_on), ranks)
-    assert {t.device for t in (*model.parameters(), *model.buffers())} == {ranks.device}
+    shard_model(model.to(begins_on), ranks, offload=offload)
+    home = torch.device("cpu") if offload else ranks.device
+    assert {p.device for p in model.parameters()} == {home}
+    assert {buffer.device for buffer in model.buffers()} == {ranks.device}
     shards = Shards(model, ranks)
+    assert {part.device for part in shards.local} == {home}
     assert all(torch.equal(shards.gather(n), whole[name]) for n, name in enumerate(shards.names))
     for _ in range(2):
         forward_pass(model, lambda: {"sum": model(input_ids=ids).logits.sum()})["sum"].backward()
     shards.take_gradients()
     for name, local in zip(shards.names, shards.local, strict=True):
-        torch.testing.assert_close(local.grad, 2.0 * wanted[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(local.grad, 2.0 * wanted[name].to(home), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -69,3 +72,23 @@ def test_two_devices_learn_what_one_learns(tmp_path):
         two = train(run_config(tmp_path, f"two{context}", 1, device_map={"actor": "cuda:0-1"}, **settings))
         for name, found in two.actor.model.named_parameters():
             torch.testing.assert_close(found, expected[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="sharding needs torch 2.13")
+def test_two_devices_with_parts_learn_what_one_learns_and_go_on_from_each_other(tmp_path):
+    write_run(tmp_path)
+    model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")
+    settings = {"model": model, "eval": EvalConfig(every=2, num_prompts=2)}
+
+    def learn(output, steps, devices):
+        trainer = train(run_config(tmp_path, output, steps, device_map={"actor": devices}, **settings))
+        return dict(trainer.actor.state_dict())
+
+    expected = [learn("one", steps, "cuda:0") for steps in (1, 2)]
+    layouts = ["cuda:0-1 sharded", "cuda:0-1 sharded offload"]
+    found = [learn("two", steps, layout) for steps, layout in zip((1, 2), layouts, strict=True)]
+    found += [learn("host", steps, layout) for steps, layout in zip((1, 2), layouts[::-1], strict=True)]
+    for weights, wanted in zip(found, expected * 2, strict=True):
+        for name, value in weights.items():
+            torch.testing.assert_close(value.to("cuda:0"), wanted[name], rtol=1e-3, atol=1e-4)

@@ -89,6 +89,11 @@ class TorchBackend(TrainingBackend):
                 f"device_map.actor={config.device_map['actor']!r} gives each rank a part of the weights, "
                 f"with which {key} does not work; leave that at its default, or sharded out"
             )
+        if actor_devices(config).is_offloaded and config.optimizer.moments == "host":
+            raise ConfigError(
+                f"optimizer.moments=host: device_map.actor={config.device_map['actor']!r} keeps the weights "
+                "and the optimizer's state in host memory already; leave optimizer.moments out"
+            )
 
     @classmethod
     def num_parts(cls, config: RunConfig) -> int:
@@ -106,7 +111,9 @@ class TorchBackend(TrainingBackend):
             return main
         on_gpu = devices[0][0].startswith("cuda")
         local = ranks_per_machine() or len(devices)
-        threads = 0 if on_gpu else config.num_threads or max(1, (os.cpu_count() or 1) // local)
+        uses_cpu = not on_gpu or config.optimizer.moments == "host" or actor_devices(config).is_offloaded
+        # all ranks of a machine use it at the same time
+        threads = (config.num_threads or max(1, (os.cpu_count() or 1) // local)) if uses_cpu else 0
         launch: Launch = cls.launch
         if started := torchrun_size():
             if started != len(devices) or config.executor != "local":
@@ -119,7 +126,8 @@ class TorchBackend(TrainingBackend):
         host = _own_address() if ranks_per_machine() else "127.0.0.1"
         with contextlib.ExitStack() as undo:
             if config.executor == "ray":
-                ray_ranks = RayRanks(len(devices) - 1, num_cpus=threads or 1, num_gpus=float(on_gpu))
+                cpus = 1 if on_gpu else threads
+                ray_ranks = RayRanks(len(devices) - 1, num_cpus=cpus, num_gpus=float(on_gpu))
                 undo.callback(ray_ranks.close)
                 launch, host = ray_ranks, ray_ranks.host
                 own = "cuda:0" if on_gpu else "cpu"  # Ray shows an actor its own device alone

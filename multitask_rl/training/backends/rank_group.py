@@ -153,12 +153,13 @@ class RankGroup(TrainingBackend):
             self._synchronise()
             if shards is not None or context > 1:
                 # the kernels of a GPU do not run on weights in host memory
-                is_elsewhere = runner.actor.device != next(runner.actor.model.parameters()).device
+                home = next(runner.actor.model.parameters()).device
+                is_elsewhere = runner.actor.device != home
                 attention = runner.actor.model.config._attn_implementation
                 is_of_gpu = is_elsewhere and attention.startswith(("flash", "flex"))
                 plain = use_attention([runner.actor.model], "sdpa")
                 with plain if is_of_gpu else contextlib.nullcontext():
-                    expected = probe(runner.actor.model, Passes())
+                    expected = probe(runner.actor.model, Passes(), home)
                 if shards is not None:
                     self._shard(at)
                 self._call("probe", each=[(expected,), *[()] * len(self._others)])

@@ -204,7 +204,8 @@ class Rank:
 
     def probe(self, expected: torch.Tensor | None = None) -> None:
         """Try a pass through the sharded actor; rank 0 compares it with ``expected``, the whole actor's."""
-        probe(self.own.runner.actor.model, self.own.runner.passes, expected)
+        runner = self.own.runner
+        probe(runner.actor.model, runner.passes, self.ranks.device, expected)
 
     def step_start_outputs(
         self, task: str, samples: Sequence[TrainSample], want_values: bool, want_ref: bool

@@ -1,9 +1,12 @@
 """Models of which every learner rank holds a part: torch's FSDP2 over the ranks' own process group.
 
 A pass gathers one block at a time and frees it; the block's gradient arrives summed and cut like the weights.
-All ranks make every pass together (``ModelRunner.cut`` adds idle passes).
+All ranks make every pass together (``ModelRunner.cut`` adds idle passes). With ``offload`` a rank's parts,
+their gradients and the optimizer's state lie in its host memory. A block goes to the device for its pass, and
+AdamW runs on the host.
 
-Source: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277).
+Sources: torch.distributed.fsdp.fully_shard; Zhao et al., "PyTorch FSDP" (arXiv:2304.11277); for ``offload``
+Ren et al., "ZeRO-Offload" (arXiv:2101.06840).
 """
 
 from __future__ import annotations
@@ -17,8 +20,16 @@ from typing import Any, ClassVar
 import torch
 from packaging.version import Version
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
+from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor
@@ -39,20 +50,22 @@ def blocks(model: Any) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
 
 
-def shard_model(model: Any, ranks: Ranks) -> ShardSpec:
+def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> ShardSpec:
     """Give each rank its part of the weights that ``model`` has in rank 0; return the cuts of ``tensor.py``.
 
-    The parts replace the weights in place. Rank 0 sends one block at a time and frees it, so that no other
-    rank and no device of a rank needs room for more than its parts and a block.
+    With ``offload`` the parts lie in page-locked host memory, else on the rank's device. They replace the
+    weights in place. Rank 0 sends one block at a time and frees it, so that no other rank and no device of a
+    rank needs room for more than its parts and a block.
     """
     wholes = take_weights(model)
     spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in [*blocks(model), model]:
         _bring_weights(model, block, wholes, spec, ranks)
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
@@ -170,10 +183,11 @@ class Shards:
         Returns:
             The parts of ``actor``, the backend that computes with them, and how its optimizer is shared.
         """
-        runner = whole.runner
-        spec = shard_model(actor.model, ranks)
+        runner, offload = whole.runner, actor_devices(config).is_offloaded
+        spec = shard_model(actor.model, ranks, offload=offload)
         if runner.reference is not None:
-            shard_model(runner.reference, ranks)
+            shard_model(runner.reference, ranks, offload=offload)
+        actor.compute_on(ranks.device)
         options: Any = {"shares_prompts": shares_prompts, "is_whole": False}
         passes = ShardedPasses(ranks)
         cut = ModelRunner(actor, runner.critic, config, runner.reference, passes=passes, **options)
@@ -295,7 +309,8 @@ class Shards:
         ]
         if not chosen:
             return
-        flat = torch.cat([(grad.float() * share).reshape(-1) for grad, share in chosen])
+        parts = [(grad.float() * share).reshape(-1) for grad, share in chosen]
+        flat = torch.cat(parts).to(self._ranks.device)
         self._ranks.sum_peers(flat)
         for (grad, _), part in zip(chosen, torch.split(flat, [g.numel() for g, _ in chosen]), strict=True):
             grad.copy_(part.view(grad.shape))
@@ -306,7 +321,8 @@ class Shards:
         ranks, dim, own = self._ranks, self._dims[number], self.local[number]
         shape = self.parameters[number].shape
         # the parts of all ranks are of one length but for the last ones
-        even = own.new_zeros(-(-shape[0] * ranks.tensor // ranks.copy_size), *shape[1:])
+        longest = -(-shape[0] * ranks.tensor // ranks.copy_size)
+        even = own.new_zeros(longest, *shape[1:], device=ranks.device)
         even[: len(own)] = own
         columns = [column.flatten(0, 1)[: shape[0]] for column in ranks.gather(even)]
         return torch.cat(columns, dim) if len(columns) > 1 and dim is not None else columns[0]
@@ -354,7 +370,7 @@ class ShardedState(SharedState):
             # every peer holds the gradients that tensor parallelism does not cut
             holders = [copies * (1 if self.shards.is_cut(number) else peers) for number in grads]
             squares = torch.stack(torch._foreach_norm([*grads.values()])).double() ** 2
-            total[0] = (squares / torch.tensor(holders, device=total.device)).sum()
+            total[0] = (squares / torch.tensor(holders, device=squares.device)).sum()
             total[1] = 1.0
         self._ranks.sum(total)
         norm, number = float(total[0].sqrt()), float(total[1])
@@ -411,8 +427,10 @@ def check_shardable(runner: ModelRunner, tensor: int, where: str) -> None:
 
 
 @torch.no_grad()
-def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
-    """Return log-probabilities of fixed tokens [14]; every rank calls this for a model in parts.
+def probe(model: Any, passes: Passes, device: torch.device, expected: Tensor | None = None) -> Tensor:
+    """Return log-probabilities of fixed tokens [14], computed on ``device``.
+
+    Every rank calls this for a model in parts.
 
     Raises:
         ConfigError: the model cannot be run in parts, or differs from the whole one's ``expected``.
@@ -426,8 +444,7 @@ def probe(model: Any, passes: Passes, expected: Tensor | None = None) -> Tensor:
             # two ragged samples; one with a single token, so that some rank may have none
             for numbers, answers in (([0, 1], responses), ([0], [responses[0][:1]])):
                 batch = make_microbatch(numbers, prompts, answers, layout="bucketed", pad_token_id=0)
-                batch = batch.to(next(model.parameters()).device)
-                out = passes.forward(model, batch, [SamplingParams()] * len(numbers))
+                out = passes.forward(model, batch.to(device), [SamplingParams()] * len(numbers))
                 outputs.append(out.logprobs.clone())
     except (TypeError, ValueError, AttributeError, NotImplementedError, IndexError) as error:
         raise ConfigError(f"{what} cannot be computed in parts: {error}; leave this setting out") from error

@@ -9,8 +9,9 @@ from multitask_rl.config.devices import (
     plan_ranks,
     spans_machines,
 )
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import OptimizerConfig, RunConfig
 from multitask_rl.errors import ConfigError
+from multitask_rl.training.backends.build import TorchBackend
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,23 @@ def test_the_actors_weights_may_be_shared_out() -> None:
             parse_devices(text)
     with pytest.raises(ConfigError, match="only the actor is sharded"):
         parse_device_map({"actor": "cuda:0-1", "critic": "cuda:2-3 sharded"}, num_cuda=4)
+
+
+def test_parts_of_a_model_on_gpus_may_lie_in_host_memory() -> None:
+    for how in ("sharded", "sharded=4", "tensor=2", "sharded=2 tensor=2"):
+        text = f"cuda:0-7 {how}"
+        usual, offloaded = parse_devices(text), parse_devices(f"{text} offload")
+        assert offloaded.is_offloaded
+        assert not usual.is_offloaded
+        assert (offloaded.parts, offloaded.tensor, offloaded) == (usual.parts, usual.tensor, usual)
+    for text in ("cuda:0 offload", "cuda:0-3 offload", "cpu:0-1 sharded offload"):
+        with pytest.raises(ConfigError, match="offload moves weights from GPUs to host memory, and"):
+            parse_devices(text)
+    twice = RunConfig(
+        device_map={"actor": "cuda:0-1 sharded offload"}, optimizer=OptimizerConfig(moments="host")
+    )
+    with pytest.raises(ConfigError, match=r"optimizer.moments=host: .* leave optimizer.moments out"):
+        TorchBackend.check(twice)
 
 
 @pytest.mark.parametrize(

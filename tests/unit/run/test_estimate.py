@@ -148,6 +148,16 @@ def test_host_memory_of_a_run_on_gpus_is_counted(here):
     assert "weights until they are divided" not in alone
     both = 2 * 2 * shape.parameters  # actor and reference, bfloat16
     assert sharded["weights until they are divided"] == both
+    config = replace(config, optimizer=OptimizerConfig())
+    copies = needs("cuda:0-3 sharded=2 offload")
+    assert "weights until they are divided" not in copies
+    assert copies["weights"] == 2 * both
+    assert copies["gradients"] == 2 * 4 * shape.trainable
+    assert copies["optimizer"] == 2 * 12 * shape.trainable, "moments, and masters of bfloat16 weights"
+    plan = replace(plan, config=replace(config, device_map={"actor": "cuda:0-3 sharded offload"}))
+    on_device = estimate.estimate_memory(plan, shape, work)
+    assert on_device.keys().isdisjoint({"gradients", "optimizer", "reference"})
+    assert on_device["weights"] > 0
 
 
 @pytest.mark.parametrize(
