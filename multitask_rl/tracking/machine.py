@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,12 @@ def describe_machine() -> dict[str, Any]:
         f"{torch.cuda.get_device_name(i)}, {torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB"
         for i in gpus
     ] or "none"
-    found["Python"] = platform.python_version()
+    return found | _versions()
+
+
+@cache
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
