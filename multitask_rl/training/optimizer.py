@@ -129,8 +129,8 @@ class ActorCriticOptimizer:
         Raises:
             TrainingError: another process has ended.
         """
-        if self.scales_loss:
-            grads = [p.grad for group in self.parameters for p in group if p.grad is not None]
+        for group in self.parameters if self.scales_loss else ():  # each on a device of its own
+            grads = [p.grad for p in group if p.grad is not None]
             if grads:  # a step without a gradient moves nothing
                 torch._foreach_div_(grads, self.loss_scale)
         self._sharing.sum_gradients()
