@@ -76,19 +76,16 @@ def test_two_devices_learn_what_one_learns(tmp_path):
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="sharding needs torch 2.13")
-def test_two_devices_with_parts_learn_what_one_learns_and_go_on_from_each_other(tmp_path):
+def test_two_devices_with_parts_learn_what_one_learns_and_go_on_with_them_in_host_memory(tmp_path):
     write_run(tmp_path)
     model = ModelConfig(name_or_path=str(tmp_path / "actor"), dtype="float32")
     settings = {"model": model, "eval": EvalConfig(every=2, num_prompts=2)}
 
     def learn(output, steps, devices):
         trainer = train(run_config(tmp_path, output, steps, device_map={"actor": devices}, **settings))
-        return dict(trainer.actor.state_dict())
+        return trainer.actor.state_dict()
 
-    expected = [learn("one", steps, "cuda:0") for steps in (1, 2)]
-    layouts = ["cuda:0-1 sharded", "cuda:0-1 sharded offload"]
-    found = [learn("two", steps, layout) for steps, layout in zip((1, 2), layouts, strict=True)]
-    found += [learn("host", steps, layout) for steps, layout in zip((1, 2), layouts[::-1], strict=True)]
-    for weights, wanted in zip(found, expected * 2, strict=True):
-        for name, value in weights.items():
-            torch.testing.assert_close(value.to("cuda:0"), wanted[name], rtol=1e-3, atol=1e-4)
+    expected = learn("one", 2, "cuda:0")
+    learn("two", 1, "cuda:0-1 sharded")
+    for name, value in learn("two", 2, "cuda:0-1 sharded offload").items():
+        torch.testing.assert_close(value.to("cuda:0"), expected[name], rtol=1e-3, atol=1e-4)
