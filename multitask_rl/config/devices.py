@@ -251,6 +251,13 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
                 "parts of a sequence would not fit together; take yarn or ntk, or set batch.context_ranks=1"
             )
     if actor.kind == "cuda" and (per_machine := ranks_per_machine()):
+        machines = int(os.environ["GROUP_WORLD_SIZE"])
+        if per_machine * machines != torchrun_size():
+            raise ConfigError(
+                f"torchrun started {torchrun_size()} processes on {machines} machines, {per_machine} of them "
+                "here: a rank gets the GPU of its number, so every machine needs equally many; set "
+                "--nproc_per_node alike on all"
+            )
         if list(actor.indices) != list(range(number)):
             raise ConfigError(
                 f"device_map.actor={config.device_map['actor']!r}: over several machines torchrun gives each "

@@ -101,6 +101,9 @@ def test_torchrun_over_machines_gives_each_rank_the_gpu_of_its_number_there(monk
     with pytest.raises(ConfigError, match=r"device_map.critic='cuda:1': .* several machines"):
         plan_ranks(RunConfig(device_map={"actor": "cuda:0-3", "critic": "cuda:1"}))
     assert plan_ranks(RunConfig(device_map={"actor": "cpu:0-3"})) == [("cpu", "cpu")] * 4
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=r"4 processes on 2 machines, 3 of them here: .* --nproc_per_node"):
+        plan_ranks(config)
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     assert not spans_machines(config)
     assert plan_ranks(config)[2] == ("cuda:2", "cuda:2")
