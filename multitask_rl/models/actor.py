@@ -126,7 +126,7 @@ class Actor:
         self.model.to("cpu" if on_host else device)
 
     def compute_on(self, device: torch.device) -> None:
-        """Compute on ``device``, to which each pass brings the weights from host memory."""
+        """Compute on ``device`` from now on; weights in host memory come there with each pass."""
         self._target = device
 
     @property
