@@ -154,10 +154,13 @@ def test_host_memory_of_a_run_on_gpus_is_counted(here):
     assert copies["weights"] == 2 * both
     assert copies["gradients"] == 2 * 4 * shape.trainable
     assert copies["optimizer"] == 2 * 12 * shape.trainable, "moments, and masters of bfloat16 weights"
-    plan = replace(plan, config=replace(config, device_map={"actor": "cuda:0-3 sharded offload"}))
+    config = replace(config, device_map={"actor": "cuda:0-3 sharded offload"})
+    plan = replace(plan, config=config, devices={"actor": "cuda:0"})
     on_device = estimate.estimate_memory(plan, shape, work)
     assert on_device.keys().isdisjoint({"gradients", "optimizer", "reference"})
-    assert on_device["weights"] > 0
+    ends = 2 * shape.vocabulary * shape.hidden
+    gathered = ends + (shape.parameters - ends) / shape.layers
+    assert on_device["weights"] == gathered * (2 + 2 + 4), "bfloat16 twice, and a float32 gradient"
 
 
 @pytest.mark.parametrize(
