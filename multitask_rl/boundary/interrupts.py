@@ -169,4 +169,5 @@ def _handle(number: int, _frame: FrameType | None) -> None:
 
 def _answer(text: str) -> None:
     if not (_waiting.show and _waiting.show(text)):
-        os.write(2, f"\n{text}\n".encode())
+        with contextlib.suppress(OSError):  # Ctrl-C ends ``| tee``, too; a hang-up closes the terminal
+            os.write(2, f"\n{text}\n".encode())

@@ -11,9 +11,11 @@ after the host of a webhook.
 from __future__ import annotations
 
 import logging
+import os
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 REDACTED = "[redacted]"
 """Replacement for a secret."""
@@ -113,6 +115,16 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def show_last(text: str, stream: TextIO) -> None:
+    """Print the last words of a command, whose exit status a closed terminal or pipe does not change."""
+    for own, words in ((sys.stdout, ""), (stream, f"{text}\n")):
+        try:
+            own.write(words)
+            own.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), own.fileno())  # Python flushes it at the end
 
 
 def counted(number: int, noun: str) -> str:

@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 import multitask_rl
-from multitask_rl.boundary.printable import one_line, redact_text
+from multitask_rl.boundary.printable import one_line, redact_text, show_last
 from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, with_notes
 from multitask_rl.lazy import without_collector
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run_command(arguments)
     except KeyboardInterrupt as error:
-        print(f"interrupted by {error}" if str(error) else "interrupted", file=sys.stderr)
+        show_last(f"interrupted by {error}" if str(error) else "interrupted", sys.stderr)
         return getattr(error, "exit_code", 130)
     except BrokenPipeError:  # the reader of a pipe has had enough: ``| head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at the end
@@ -117,13 +117,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exception(error)
         if isinstance(error, MultitaskRLError):
             for own in (error, *error.others):
-                print(error_line(str(own)), file=sys.stderr)
+                show_last(error_line(str(own)), sys.stderr)
             return error.exit_code
         if problem := _problem_of_torch():
             print(error_line(f"{problem} (--debug shows the traceback)"), file=sys.stderr)
             return 2
         told = f"{with_notes(error)} ({_place(error)}; not foreseen, --debug shows the traceback)"
-        print(error_line(told), file=sys.stderr)
+        show_last(error_line(told), sys.stderr)
         return 1
 
 

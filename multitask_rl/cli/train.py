@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from multitask_rl.boundary.interrupts import stopping_on_signals
-from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys
+from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys, show_last
 from multitask_rl.cli.tables import task_table
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import build_dataclass
@@ -231,16 +231,16 @@ def _train(config: RunConfig) -> None:
     except KeyboardInterrupt:
         record = Path(config.output_dir, RECORD)
         if record.is_file() and "console" not in config.tracking.trackers:  # which says it
-            print(f"go on with: multitask-rl train output_dir={config.output_dir}", file=sys.stderr)
+            show_last(f"go on with: multitask-rl train output_dir={config.output_dir}", sys.stderr)
         raise
     if config.tracking.console == "json":  # which has had them, as ``held_out``
         return
     rows = evaluations.changes
     has_first = any(row["steps"][0] is not None for row in rows.values())
     if not has_first or any(evaluation.num_samples > 1 for evaluation in evaluations.values()):  # pass@k
-        print(evaluations, end="\n\n" if has_first else "\n")
+        show_last(f"{evaluations}\n" if has_first else str(evaluations), sys.stdout)
     if has_first:
-        print(printable(task_table(rows, ("before", "after"))))
+        show_last(printable(task_table(rows, ("before", "after"))), sys.stdout)
 
 
 def _trainer(config: RunConfig) -> Trainer:

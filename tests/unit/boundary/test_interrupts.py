@@ -146,6 +146,26 @@ def test_a_signal_is_answered_at_once(capfd):
             check_interrupt()
 
 
+def test_an_answer_that_no_one_can_read_stops_no_update():
+    """Ctrl-C ends ``tee``, too, in ``train 2>&1 | tee log``."""
+    read, write = os.pipe()
+    os.close(read)
+    kept, done = os.dup(2), []
+    os.dup2(write, 2)
+    os.close(write)
+    try:
+        with stopping_on_signals():
+            update(done, signal.SIGINT)
+            with pytest.raises(Terminated):
+                check_interrupt()
+            with pytest.raises(Terminated):
+                os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    assert done == ["the update"]
+
+
 @pytest.mark.parametrize("is_seen", [True, False])
 def test_a_view_that_would_draw_over_the_answer_shows_it(capfd, is_seen):
     shown = []

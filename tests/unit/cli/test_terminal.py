@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +30,50 @@ def test_a_line_of_the_log_has_no_time_and_module() -> None:
         for level in (logging.INFO, logging.WARNING)
     ]
     assert lines == ["loading it", "warning: loading it"]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("return Evaluations({}, {'copy': row})", 0),
+        ("raise Terminated(signal.SIGINT)", 130),
+        ("raise Terminated(signal.SIGHUP)", 129),
+        ("raise GuardStop('worse')", 3),
+    ],
+)
+def test_a_run_ends_with_its_own_status_where_no_one_reads_it(end: str, status: int, tmp_path: Path) -> None:
+    """As in ``train 2>&1 | tee log``, where Ctrl-C ends ``tee``, too, and in a terminal that was closed."""
+    script = f"""
+import contextlib, signal, sys
+import multitask_rl.cli.train as train
+from multitask_rl.boundary.interrupts import Terminated
+from multitask_rl.errors import GuardStop
+
+class Evaluations(dict):
+    def __init__(self, values, changes):
+        self.changes = changes
+
+class Run:
+    def train(self):
+        with contextlib.suppress(OSError):
+            print("step 1")
+        row = dict(metric="reward", steps=[None, None])
+        {end}
+
+train._trainer = lambda config: Run()
+from multitask_rl.cli import main
+sys.stdin.read()  # until the readers have gone
+sys.exit(main(["train"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdin
+    assert process.stdout
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(60) == status
