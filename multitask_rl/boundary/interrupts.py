@@ -162,7 +162,8 @@ def _handle(number: int, _frame: FrameType | None) -> None:
         return
     if not _waiting.is_told:
         _waiting.is_told = True
-        _answer("stopping: what was learned is saved first; once more ends at once")
+        saves = ": what was learned is saved first" if _waiting.show else ""  # only a run that trains
+        _answer(f"stopping{saves}; once more ends at once")
     _waiting.number, _waiting.raised = None, number
     raise Terminated(number)
 

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 import multitask_rl
+from multitask_rl.boundary.interrupts import stopping_on_signals
 from multitask_rl.boundary.printable import one_line, redact_text, show_last
 from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.errors import ConfigError, MultitaskRLError, with_notes
@@ -105,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"multitask-rl {multitask_rl.__version__}")
         return 0
     try:
-        return run_command(arguments)
+        with stopping_on_signals():  # temporary directories of any command are deleted
+            return run_command(arguments)
     except KeyboardInterrupt as error:
         show_last(f"interrupted by {error}" if str(error) else "interrupted", sys.stderr)
         return getattr(error, "exit_code", 130)

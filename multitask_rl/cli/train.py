@@ -26,7 +26,6 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.boundary.interrupts import stopping_on_signals
 from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys, show_last
 from multitask_rl.cli.tables import task_table
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
@@ -90,8 +89,7 @@ class TerminalFormatter(logging.Formatter):
 
 def train(arguments: list[str]) -> int:
     """Train a run; prints its last evaluation against the first, as ``report`` does."""
-    with stopping_on_signals():
-        return compose_and_run(arguments, "train", _train)
+    return compose_and_run(arguments, "train", _train)
 
 
 def evaluate(arguments: list[str]) -> int:

@@ -138,6 +138,11 @@ def test_a_signal_that_foreign_code_swallows_ends_the_run_where_the_next_stage_b
 def test_a_signal_is_answered_at_once(capfd):
     with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "\nstopping; once more ends at once\n"
+    with stopping_on_signals():
+        answer_with(lambda text: False)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == "\nstopping: what was learned is saved first; once more ends at once\n"
     with stopping_on_signals():
         update([], signal.SIGINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,3 +78,33 @@ sys.exit(main(["train"]))
     process.stdout.close()
     process.stdin.close()
     assert process.wait(60) == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_any_command_without_leftovers(number: signal.Signals, tmp_path: Path) -> None:
+    """``bench``, ``eval`` and ``doctor`` put models into temporary directories."""
+    script = """
+import signal, sys, tempfile, time
+import multitask_rl.cli.bench as bench
+
+def main(arguments):
+    with tempfile.TemporaryDirectory(dir="."):
+        print("ready", flush=True)
+        time.sleep(60)
+
+bench.main = main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from multitask_rl.cli import main
+sys.exit(main(["bench"]))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert told.decode().splitlines()[-1] == f"interrupted by {number.name}"
+    assert list(tmp_path.iterdir()) == []
