@@ -1,4 +1,4 @@
-"""Signals that end a run: SIGINT, SIGTERM and SIGHUP raise an exception, and the run saves its state.
+"""Signals that end a run: those in ``ENDING`` raise an exception, and the run saves its state.
 
 The first signal waits for the update in progress and its records: it raises where sampling or an evaluation
 begins. A second signal raises at once. If code of a user or library swallows the exception, it is raised
@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Many Slurm jobs ask for SIGUSR1 as the warning before their end."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -46,7 +49,7 @@ _waiting = _Waiting()
 
 @contextlib.contextmanager
 def stopping_on_signals() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the block; ignored signals stay ignored.
+    """Let the signals in ``ENDING`` raise ``Terminated`` in the block; ignored signals stay ignored.
 
     Inside of another such block, and in other threads than the main one, it changes nothing.
     """
@@ -71,9 +74,10 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handle`` answer the signals in the block; ignored signals stay ignored."""
-    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    before = {n: signal.getsignal(n) for n in numbers if signal.getsignal(n) is not signal.SIG_IGN}
+    """Let ``handle`` answer the signals in the block, except ignored ones and SIGUSR1 of a script's own."""
+    before = {n: handler for n in ENDING if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
+    if before.get(signal.SIGUSR1) not in (signal.SIG_DFL, _handle):
+        before.pop(signal.SIGUSR1, None)
     try:
         for number in before:
             signal.signal(number, handle)

@@ -46,7 +46,8 @@ def enter(parent: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the trainer died before the request took hold
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    for number in (signal.SIGINT, signal.SIGUSR1):  # the trainer answers Ctrl-C and Slurm's warning
+        signal.signal(number, signal.SIG_IGN)
     # When the machine runs out of memory, the kernel ends this process and not the trainer.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("500")

@@ -276,9 +276,9 @@ class Trainer:
 
         Its ``changes`` compare the last evaluation with the first. An event ``alarm`` names tasks that are
         worse.
-        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it. Ctrl-C
-        and SIGTERM finish the update, save a checkpoint and raise a ``KeyboardInterrupt``; a second one ends
-        at once.
+        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it. Ctrl-C,
+        SIGTERM and SIGUSR1 finish the update, save a checkpoint and raise a ``KeyboardInterrupt``; a second
+        one ends at once.
 
         Raises:
             GuardStop: the guard ended the run.

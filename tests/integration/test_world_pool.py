@@ -131,8 +131,9 @@ class World:
         return said("printed")
 
     def signals(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.killpg(0, signal.SIGINT)
+        for number in (signal.SIGINT, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+            os.killpg(0, number)
         return said("alive")
 
     def stuck_close(self):

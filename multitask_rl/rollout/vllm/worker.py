@@ -45,8 +45,8 @@ class WeightReceiver:
         torch.compiler.set_stance("force_eager")
 
     def ignore_terminal(self) -> None:
-        """Ignore Ctrl-C and the end of a terminal in this process: the trainer answers them, and saves."""
-        for number in (signal.SIGINT, signal.SIGHUP):
+        """Ignore Ctrl-C, the end of a terminal and SIGUSR1 in this process: the trainer saves on them."""
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
     def unlink_memory(self) -> None:

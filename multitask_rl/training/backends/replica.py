@@ -27,6 +27,7 @@ from transformers.utils import output_capturing
 
 from multitask_rl.attention.products import multiply_with_onednn
 from multitask_rl.boundary.channel import Channel
+from multitask_rl.boundary.interrupts import ENDING
 from multitask_rl.config.run import RunConfig
 from multitask_rl.errors import MultitaskRLError
 from multitask_rl.models.actor import Actor, compile_blocks
@@ -68,7 +69,7 @@ class Setup:
 
 def main() -> None:
     """Serve rank 0; standard input holds one line of JSON, the arguments of ``serve``."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the trainer handles them and hangs up
+    for number in ENDING:  # the trainer handles them and hangs up
         signal.signal(number, signal.SIG_IGN)
     serve(**json.loads(sys.stdin.readline()))
     sys.stdout.flush()

@@ -201,6 +201,19 @@ def test_signals_that_are_ignored_stay_so_and_handlers_are_put_back():
     assert signal.getsignal(signal.SIGINT) is own
 
 
+def test_a_handler_of_the_user_for_sigusr1_stays():
+    """``submitit`` and scripts of clusters have their own, unlike for the signals of a terminal."""
+    heard = []
+    signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    try:
+        with stopping_on_signals():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    assert heard == [signal.SIGUSR1] * 2
+
+
 def test_signals_are_only_noted_where_another_process_ends_this_one():
     with noting_signals() as came:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):

@@ -80,7 +80,7 @@ sys.exit(main(["train"]))
     assert process.wait(60) == status
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_ends_any_command_without_leftovers(number: signal.Signals, tmp_path: Path) -> None:
     """``bench``, ``eval`` and ``doctor`` put models into temporary directories."""
     script = """
