@@ -162,11 +162,12 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     delays = _waiting.depth or (_waiting.is_between and _waiting.raised is None)
     if delays and _waiting.number is None:
         _waiting.number = number
-        _answer("stopping: the update in progress is finished and saved first; once more ends at once")
+        saved = " and saved" if _waiting.show else ""  # only in a run that trains
+        _answer(f"stopping: the update in progress is finished{saved} first; once more ends at once")
         return
     if not _waiting.is_told:
         _waiting.is_told = True
-        saves = ": what was learned is saved first" if _waiting.show else ""  # only a run that trains
+        saves = ": what was learned is saved first" if _waiting.show else ""
         _answer(f"stopping{saves}; once more ends at once")
     _waiting.number, _waiting.raised = None, number
     raise Terminated(number)

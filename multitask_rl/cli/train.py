@@ -106,6 +106,8 @@ def compose_and_run(arguments: list[str], command: str, action: Callable[[RunCon
     if {"-h", "--help"} & set(arguments):
         print(_USAGE.format(command=command))
         return 0
+    with path_errors("the working directory", ".", "the command in one that exists"):
+        Path.cwd()  # Hydra asks, too
     trusts = TRUST in arguments
     consoles = {"--quiet": "tracking.console=quiet", "--json": "tracking.console=json"}
     arguments = [consoles.get(argument, argument) for argument in arguments if argument != TRUST]

@@ -146,9 +146,13 @@ def test_a_signal_is_answered_at_once(capfd):
     assert capfd.readouterr().err == "\nstopping: what was learned is saved first; once more ends at once\n"
     with stopping_on_signals():
         update([], signal.SIGINT)
-        assert "the update in progress is finished" in capfd.readouterr().err
+        told = capfd.readouterr().err  # ``bench`` saves nothing
+        assert told == "\nstopping: the update in progress is finished first; once more ends at once\n"
         with pytest.raises(KeyboardInterrupt):
             check_interrupt()
+        answer_with(lambda text: False)
+        update([], signal.SIGINT)
+        assert "the update in progress is finished and saved first" in capfd.readouterr().err
 
 
 def test_an_answer_that_no_one_can_read_stops_no_update():

@@ -478,6 +478,14 @@ def test_a_run_goes_on_from_what_it_recorded_and_overrides_come_on_top(here: Pat
     assert compose(["output_dir=gone"]).rollout.max_new_tokens != 5
 
 
+def test_a_working_directory_that_is_gone_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "gone").mkdir()
+    monkeypatch.chdir("gone")
+    (here / "gone").rmdir()
+    with pytest.raises(ConfigError, match=r"the working directory '\.' does not exist"):
+        compose_and_run([f"output_dir={here}/run"], "train", lambda config: None)
+
+
 def test_a_sweep_writes_below_the_output_directory_that_is_given(here: Path) -> None:
     configs: list[RunConfig] = []
     compose_and_run(["--multirun", "seed=0,1", f"output_dir={here}/mine"], "train", configs.append)
