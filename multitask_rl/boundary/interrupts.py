@@ -161,7 +161,7 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     # after the first signal was raised, the run saves: a second one ends that
     delays = _waiting.depth or (_waiting.is_between and _waiting.raised is None)
     if delays and _waiting.number is None:
-        _waiting.number = number
+        _waiting.number, _waiting.is_told = number, True
         saved = " and saved" if _waiting.show else ""  # only in a run that trains
         _answer(f"stopping: the update in progress is finished{saved} first; once more ends at once")
         return

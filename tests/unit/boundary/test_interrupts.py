@@ -186,11 +186,12 @@ def test_a_view_that_would_draw_over_the_answer_shows_it(capfd, is_seen):
     assert bool(capfd.readouterr().err) is not is_seen
 
 
-def test_a_second_signal_does_not_wait():
+def test_a_second_signal_does_not_wait(capfd):
     done = []
     with stopping_on_signals(), pytest.raises(KeyboardInterrupt):
         update(done, signal.SIGINT, signal.SIGINT)
     assert not done
+    assert capfd.readouterr().err.count("stopping") == 1, "nothing is saved after it"
 
 
 def test_signals_that_are_ignored_stay_so_and_handlers_are_put_back():
