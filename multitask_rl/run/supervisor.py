@@ -17,7 +17,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
-from multitask_rl.errors import CheckpointError, GuardStop
+from multitask_rl.errors import CheckpointError, GuardStop, MultitaskRLError
 from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
 from multitask_rl.records import Event, TaskEvaluation
@@ -176,8 +176,9 @@ class Supervisor:
                     and not self.store.is_taken
                 ):
                     self.save()
-            except Exception:
-                logger.exception("the run fails and its last checkpoint cannot be written")
+            except Exception as error:
+                told = "the run ends and its last checkpoint cannot be written: %s"
+                logger.error(told, error, exc_info=not isinstance(error, MultitaskRLError))
             raise
 
     def _judge(self) -> tuple[dict[str, TaskEvaluation], float, GuardDecision | None]:

@@ -368,20 +368,27 @@ def test_interrupts_while_sampling_evaluating_and_judging_lose_no_step_and_no_ve
     assert records_of(directory / "interrupted") == records_of(directory / "whole")
 
 
-def test_a_save_that_fails_does_not_hide_what_ended_the_run(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(("problem", "is_foreseen"), [(IndexError("9"), False), (TrainingError("9"), True)])
+def test_a_save_that_fails_does_not_hide_what_ended_the_run(
+    tmp_path, monkeypatch, caplog, problem, is_foreseen
+):
     write_run(tmp_path, ONE_TASK)
     trainer = Trainer.from_config(run_config(tmp_path, "out", 2))
 
+    def fails(directory):
+        raise problem
+
     def broken(scored: Scored) -> Scored:
         if trainer.step == 1:
-            monkeypatch.setattr(trainer.actor, "save", lambda directory: [][0])
+            monkeypatch.setattr(trainer.actor, "save", fails)
             raise KeyError("of a stage")
         return scored
 
     trainer.insert_stage(Stage("broken", broken, consumes=Scored, produces=Scored), after="rewards")
     with pytest.raises(KeyError, match="of a stage"):
         trainer.train()
-    assert "its last checkpoint cannot be written" in caplog.text
+    assert "its last checkpoint cannot be written: 9" in caplog.text
+    assert ("Traceback" in caplog.text) is not is_foreseen
 
 
 def test_the_best_checkpoint_is_the_lowest_where_lower_is_better(tmp_path):
