@@ -36,6 +36,8 @@ class Critic(nn.Module):
         self.trunk: PreTrainedModel | None = None
         self.heads = nn.ModuleDict()
         self._keys: dict[str, str] = {}
+        self._actor: Actor | None = None
+        """The actor that the trunk was made beside; None without a trunk, or with one given from outside."""
 
     def build(self, actor: Actor, tasks: Sequence[str]) -> None:
         """Add heads for ``tasks`` (in order) and, if it is separate, the trunk; existing heads stay.
@@ -46,6 +48,7 @@ class Critic(nn.Module):
         if not tasks:
             return
         if self.trunk_kind == "separate" and self.trunk is None:
+            self._actor = actor
             self.trunk = self._load_trunk(actor).requires_grad_(True)
         width = actor.hidden_size
         if self.trunk is not None:
@@ -121,13 +124,16 @@ class Critic(nn.Module):
     def load_tensors(self, tensors: Mapping[str, Tensor], renamed: Mapping[str, str] | None = None) -> None:
         """Restore ``tensors``; ``renamed``: task, old -> new.
 
-        Heads that they lack begin anew. A head of a task that is gone is left out, and so is a trunk that no
-        task needs.
+        Heads and a trunk that they lack begin anew: such a trunk is the critic's own model, or a copy of the
+        actor as it is now. A head of a task that is gone is left out, and so is a trunk that no task needs.
 
         Raises:
             CheckpointError: the trunk in them is of another model.
         """
         own = self.state_dict()
+        lacks_trunk = not any(name.startswith("trunk.") for name in tensors)
+        if self.trunk is not None and self._actor is not None and lacks_trunk:
+            self.trunk.load_state_dict(self._load_trunk(self._actor).state_dict())
         with torch.no_grad():
             self.heads.apply(_begin_anew)
             for name, value in tensors.items():
