@@ -194,7 +194,8 @@ class TaskState:
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
         if beta != saved:
             logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
-        redefined = {f"cost/{name}" for name in new_rules} | ({"reward"} if self.is_redefined() else set())
+        changed = new_rules | (self.multipliers.keys() ^ state["multipliers"].keys())  # or came, or went
+        redefined = {f"cost/{name}" for name in changed} | ({"reward"} if self.is_redefined() else set())
         self.algorithm.forget(redefined)
         for constraint, multiplier in self.multipliers.items():
             if constraint in new_rules:

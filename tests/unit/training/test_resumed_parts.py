@@ -10,6 +10,7 @@ from model_builders import build_actor, build_tokenizer
 from multitask_rl.algorithms.kl import KLController
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig, OptimizerConfig
 from multitask_rl.config.task import KLSpec, TaskSpec
+from multitask_rl.constraints.multiplier import LagrangeMultiplier
 from multitask_rl.errors import CheckpointError
 from multitask_rl.models.actor import Actor, load_actor
 from multitask_rl.models.lora import add_adapters, is_other_base, models_below, save_base
@@ -272,6 +273,24 @@ def build_run(kind: str, kl: float) -> TaskState:
         kl=KLController(spec.kl),
         learner=LearnerTask(spec=spec, algorithm=algorithm),
     )
+
+
+def test_the_scale_of_a_constraint_that_was_removed_is_forgotten() -> None:
+    def run(*constraints: str) -> TaskState:
+        run = build_run("grpo", 0.01)
+        run.multipliers = {name: LagrangeMultiplier(limit=0.1) for name in constraints}
+        return run
+
+    def num_costs(run: TaskState) -> int:
+        return run.algorithm.state_dict().get("cost/rule_scale", {}).get("num_steps", 0)
+
+    first, kept, removed, back = run("rule"), run("rule"), run(), run("rule")
+    scale = {"num_steps": 9, "mean_square": 4.0, "long_run": 4.0}
+    first.algorithm.load_state_dict({"cost/rule_scale": scale})
+    kept.load_state_dict(first.state_dict())
+    removed.load_state_dict(first.state_dict())
+    back.load_state_dict(removed.state_dict())
+    assert [num_costs(state) for state in (first, kept, removed, back)] == [9, 9, 0, 0]
 
 
 @pytest.mark.parametrize(("before", "after"), [("grpo", "ppo"), ("ppo", "grpo")])
