@@ -422,7 +422,9 @@ class RunStore:
         return tasks if isinstance(tasks, Mapping) else {}
 
     def settings(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
-        """Return the resolved configuration, with tasks, without secrets; of a finished run the written one.
+        """Return the resolved configuration, with tasks, without secrets.
+
+        Of a finished run the written one, whose ``max_steps`` are those that it made.
 
         Raises:
             TrainingError: the run is finished, and was made with other settings.
@@ -435,7 +437,8 @@ class RunStore:
             if self.events:
                 raise TrainingError(f"{said}. {self.events[0].reason}: no step would use them")
             logger.info("%s", said)
-            return self.read_config()
+            written = self.read_config()  # a stopped run may end here by a smaller max_steps
+            return {**written, "max_steps": self.resumed_at} if written else {}
         plain = _resolved(config, specs)
         if self.resumed_at is not None:
             for name, former in self._former_names(specs).items():

@@ -24,6 +24,7 @@ from multitask_rl.config.run import (
     RolloutConfig,
     TrackingConfig,
 )
+from multitask_rl.config.schema.located_yaml import load_yaml
 from multitask_rl.errors import CheckpointError, ConfigError, DataError, TrainingError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import control_ids
@@ -117,6 +118,17 @@ def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog
     }
     assert "already made its 5 steps; raise max_steps" in caplog.text
     assert {p: p.read_bytes() for p in before} == before
+
+
+def test_a_run_that_is_resumed_at_its_last_step_counts_to_that_step(finished, capsys):
+    directory, _ = finished
+    shown = {"tracking": TrackingConfig(trackers=["console"])}
+    with Trainer.from_config(run_config(directory, "fewer", 60, **shown)) as stopped:
+        stopped.train_step()
+        stopped.parts.supervisor.save()
+    train(run_config(directory, "fewer", 1, **shown))
+    assert "step 1/1  held out: " in capsys.readouterr().out
+    assert load_yaml(directory / "fewer/config.yaml")[0]["max_steps"] == 1
 
 
 @pytest.mark.parametrize("step", [0, 4])
