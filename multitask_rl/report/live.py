@@ -23,7 +23,7 @@ from multitask_rl.report.page import charted, payload, span
 from multitask_rl.report.samples import CHUNK, Samples
 from multitask_rl.report.shell import render_shell
 from multitask_rl.tracking.jsonl import RECORDS, dump_line, load_line
-from multitask_rl.tracking.reading import RunRecord, former_names, read_run
+from multitask_rl.tracking.reading import RunRecord, former_names, read_run, tell_left_out
 
 _LEAST_WAIT_S = 2.0
 _HEADERS = {
@@ -65,9 +65,15 @@ class Tail:
             for line in stream:
                 if not line.endswith(b"\n"):
                     break
+                record = None
                 try:
-                    self._convert(load_line(line))
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                    record = load_line(line)
+                except (ValueError, RecursionError) as error:
+                    tell_left_out(f"{self._path}, byte {self._end}", str(error))
+                try:
+                    if record is not None:
+                        self._convert(record)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise ConfigError(f"{self._path}: not a line as a run writes it: {error}") from error
                 self._end += len(line)
                 self._last = line

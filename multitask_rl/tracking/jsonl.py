@@ -222,7 +222,10 @@ def repeat_evaluations(file: Path, step: int, former: Mapping[str, str]) -> None
         lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
     kept: dict[str, list[tuple[int, str]]] = {}
     for line in lines:
-        row = load_line(line)
+        try:
+            row = load_line(line)
+        except (ValueError, RecursionError):  # cut by a crash: readers leave it out, too
+            continue
         own = kept.setdefault(former.get(row["task"], row["task"]), [])
         while own and own[-1][0] >= row["step"]:
             own.pop()

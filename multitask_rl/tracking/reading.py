@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +16,7 @@ from multitask_rl.records import Direction
 from multitask_rl.tracking.jsonl import load_line
 from multitask_rl.tracking.timeline import summarise
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _EVENT = {"source": str, "kind": str, "reason": str, "step": int}
 _SPAN = {"stage": str, "task": str, "start": float, "end": float}
@@ -143,8 +146,10 @@ def read_run(directory: Path, name: str = "", *, whole: bool = True) -> RunRecor
 def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T]:
     """Yield what ``convert`` makes of the whole lines of a JSONL file that a run wrote, if it exists.
 
+    A line that is no JSON, as a crash leaves one, is left out with a warning.
+
     Raises:
-        ConfigError: names the line that is no JSON object, or that ``convert`` cannot read.
+        ConfigError: names the line that is no object, or that ``convert`` cannot read.
     """
     if not path.exists():
         return
@@ -156,7 +161,8 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
             try:
                 record = load_line(line)
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{path}:{number}: not a line of JSON ({error})") from error
+                tell_left_out(f"{path}:{number}", str(error))
+                continue
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}:{number}: expected a JSON object, got {type(record).__name__}")
             try:
@@ -170,6 +176,12 @@ def read_lines(path: Path, convert: Callable[[dict[str, Any]], T]) -> Iterator[T
                     "line out"
                 ) from error
             yield converted
+
+
+@cache  # a page reads some files twice, and ``watch`` again and again
+def tell_left_out(where: str, why: str) -> None:
+    """Warn, once, that the record at ``where`` is left out."""
+    logger.warning("%s: not a line of JSON (%s); it is left out", where, why)
 
 
 def join_lines(

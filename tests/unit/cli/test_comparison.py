@@ -369,7 +369,7 @@ def test_bad_runs_are_configuration_errors(tmp_path: Path) -> None:
         main_compare([str(good), str(other)])
     with pytest.raises(ConfigError, match=r"holds no evaluations\.jsonl"):
         main_report([str(tmp_path)])
-    (other / "evaluations.jsonl").write_text("not json\n")
+    (other / "evaluations.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match=r"evaluations\.jsonl:1"):
         main_report([str(other)])
     with pytest.raises(ConfigError, match="two runs, and there is one"):

@@ -150,7 +150,10 @@ def test_a_file_is_read_from_where_it_ended(tmp_path: Path) -> None:
     assert not tail.read()
     assert tail.read()
     assert found == [1, 2, 1, 3, 4]
-    path.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\nnothing\n')
+    path.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n{"a": \n{"a": 5}\n')
+    assert tail.read()
+    assert found[5:] == [5], "a line that a crash has cut is left out"
+    path.write_text('{"a": 1}\n{"a": 3}\n{"a": 4}\n{"a": \n{"a": 5}\n{}\n')
     with pytest.raises(ConfigError, match="not a line as a run writes it"):
         tail.read()
 

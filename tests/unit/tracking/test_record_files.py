@@ -92,6 +92,25 @@ def test_a_rollback_repeats_the_evaluations_that_still_count(tmp_path):
     assert seen == {"a": [(5, [0.1]), (15, [0.4])], "b": [(5, [0.2])], "new": [(20, [0.7])]}
 
 
+def test_a_line_that_a_crash_has_cut_is_left_out(tmp_path, caplog):
+    line = {"task": "a", "metric": "reward", "direction": "higher"}
+    for number, step in enumerate((0, 2, 4, 6)):
+        append_line(tmp_path / "evaluations.jsonl", {"step": step, "values": [0.1], **line})
+        append_line(tmp_path / "metrics.jsonl", {"step": step, "time/step_s": 1.0, "task/a/weight": number})
+    for name in ("evaluations.jsonl", "metrics.jsonl"):
+        lines = (tmp_path / name).read_bytes().splitlines(keepends=True)
+        (tmp_path / name).write_bytes(b"".join([lines[0], lines[1][:9], *lines[2:]]))
+    repeat_evaluations(tmp_path / "evaluations.jsonl", 4, {})
+    for _ in range(2):
+        run = read_run(tmp_path)
+    assert [evaluation.step for evaluation in run.evaluations["a"]] == [0], "6 was undone, 4 is lost"
+    assert run.weights["a"] == {0: 0, 6: 3}
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(": not a line of JSON")[0] for text in told] == [
+        f"{tmp_path / name}:2" for name in ("evaluations.jsonl", "metrics.jsonl")
+    ]
+
+
 def append_line(path, row):
     with path.open("a", encoding="utf-8") as stream:
         stream.write(dump_line(row))
