@@ -89,7 +89,7 @@ _MADE_WITHIN_S = 600.0
 _AT_A_GLANCE, _NEXT = "at_a_glance/", "at_a_glance_training/"
 _HEADLINES = {
     r"task/([^/]+)/eval": rf"{_AT_A_GLANCE}held_out.\1",
-    r"eval/score": f"{_AT_A_GLANCE}held_out",
+    r"macro/eval": f"{_AT_A_GLANCE}held_out",
     r"worst/eval": f"{_AT_A_GLANCE}held_out_worst",
     r"task/([^/]+)/reward_mean": rf"{_AT_A_GLANCE}reward.\1",
     r"task/([^/]+)/weight": rf"{_AT_A_GLANCE}share.\1",

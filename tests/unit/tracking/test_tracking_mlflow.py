@@ -627,7 +627,8 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
         tracker.start(
             {"scheduler": {"policy": "uniform"}, "tasks": {"t": {"type": "ppo", "dataset": "t.jsonl"}}}
         )
-        metrics = {"task/t/reward/x": 0.1, "task/t/eval": 0.5, "eval/score": 0.5, "train/loss": 1.0}
+        metrics = {"task/t/reward/x": 0.1, "task/t/eval": 0.5, "macro/eval": 0.5, "train/loss": 1.0}
+        metrics["eval/score"] = -9.0  # it counts tasks without a range, too
         tracker.log_metrics({**metrics, "task/t/weight": 1.0, "task/t/kl": 0.1}, 1)
         tracker.finish("finished")
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}")
@@ -644,6 +645,7 @@ def test_runs_beside_each_other_share_a_store_and_a_sweep_stands_above_its_runs(
     headlines += [f"at_a_glance_training/{name}" for name in ("kl.t", "loss")]
     assert sorted(n for n in run.metrics if n.startswith("at_a_glance")) == headlines, "as MLflow orders"
     assert sorted(list(run.metrics)[:5]) == headlines, "before 350 others"
+    assert run.metrics["at_a_glance/held_out"] == 0.5
     assert run.tags["mlflow.user"]
     assert (run.tags["scheduler"], run.tags["algorithms"]) == ("uniform", "ppo")
     assert "- **t**: ppo, t.jsonl" in run.tags["mlflow.note.content"]
