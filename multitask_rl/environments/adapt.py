@@ -47,15 +47,39 @@ class WorldSpec:
         )
 
     def check_config(self) -> None:
-        """Import the author's class and check ``config`` without building it; adapters are not checked.
+        """Import the author's class and check ``config`` without building it.
 
         Raises:
             PluginError, ConfigError: the class is not found, or does not take ``config``.
         """
-        if self.reference.partition(":")[0] not in (*FOREIGN, "trl"):
-            found = locate(self.reference, ENVIRONMENTS, self.where)
-            if callable(found.value):
-                _maker(found, self.config, self.where, 0)
+        found, config, _ = self._locate()
+        _maker(found, config, self.where, self._own_seed(0))
+
+    def _locate(self) -> tuple[Located, dict[str, Any], Callable[..., Any] | None]:
+        """Return class, its configuration and, of TRL, the reward function that the configuration names."""
+        prefix, separator, rest = self.reference.partition(":")
+        config, function = dict(self.config), None
+        with _LOADING:  # two threads must not load one file
+            if prefix == "trl" and not rest:
+                raise PluginError(f"{self.where}: nothing follows 'trl:'; expected 'trl:file.py:Class'")
+            if separator and prefix in FOREIGN:
+                found = build_foreign(FOREIGN, self.reference, self.where)
+            else:
+                found = locate(rest if prefix == "trl" else self.reference, ENVIRONMENTS, self.where)
+            named = {self.where: (self.reference, found.value)}
+            if prefix == "trl" and (name := config.pop("reward_function", None)):
+                key = f"{self.where}_config.reward_function"
+                function = locate(str(name), REWARDS, key).value
+                named[key] = name, function
+        for where, (reference, value) in named.items():
+            if not callable(value):
+                raise PluginError(f"{where}: {reference!r} is {value!r}; expected a class or a function")
+        return found, config, function
+
+    def _own_seed(self, seed: int) -> int | None:
+        """Return the seed for a class of the author, as NumPy's generators take it; else None."""
+        is_adapted = self.reference.partition(":")[0] in (*FOREIGN, "trl")
+        return None if is_adapted else seed % 2**32
 
     def build(self, run: Callable[..., Any], seed: int = 0) -> World:
         """Return a new world; ``run`` calls a function, also an async one, and returns its result.
@@ -67,25 +91,9 @@ class WorldSpec:
             ConfigError: ``config`` does not fit.
             MissingExtraError: it needs an optional dependency that is not installed.
         """
-        prefix, separator, rest = self.reference.partition(":")
-        config = dict(self.config)
-        is_trl = prefix == "trl"
-        function = None
-        with _LOADING:  # two threads must not load one file
-            if is_trl and not rest:
-                raise PluginError(f"{self.where}: nothing follows 'trl:'; expected 'trl:file.py:Class'")
-            if separator and prefix in FOREIGN:
-                found = build_foreign(FOREIGN, self.reference, self.where)
-            else:
-                found = locate(rest if is_trl else self.reference, ENVIRONMENTS, self.where)
-            if is_trl and (name := config.pop("reward_function", None)):
-                function = locate(str(name), REWARDS, f"{self.where}_config.reward_function").value
-        if not callable(found.value):
-            raise PluginError(
-                f"{self.where}: {self.reference!r} is {found.value!r}; expected a class or a function"
-            )
-        own_seed = None if is_trl or prefix in FOREIGN else seed % 2**32  # as NumPy's generators take it
-        built = _instance(found, config, self.where, own_seed)
+        found, config, function = self._locate()
+        built = _instance(found, config, self.where, self._own_seed(seed))
+        is_trl = self.reference.startswith("trl:")
         world = TrlWorld(built, self.where, run, function) if is_trl else as_world(built, self.where, run)
         world.calls_left = self.max_tool_calls or None
         if isinstance(world, AgentWorld):  # ``earned`` waits so long, and has ``timeout_s``

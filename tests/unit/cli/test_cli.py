@@ -210,6 +210,32 @@ def test_quick_sees_a_misspelt_argument_of_an_environment_that_has_no_config(
     assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == 0
 
 
+@pytest.mark.parametrize(
+    ("environment", "config", "told"),
+    [
+        ("world.py:LIMIT", "{}", "world.py:LIMIT' is 3; expected a class or a function"),
+        ("trl:world.py:LIMIT", "{}", "world.py:LIMIT' is 3; expected a class or a function"),
+        ("trl:world.py:World", "{cst: 2}", "environment_config.cst: World"),
+        ("trl:world.py:World", "{reward_function: world.py:LIMIT}", "reward_function: "),
+        ("trl:world.py:World", "{reward_function: world.py:none}", "reward_function: "),
+        ("openenv:http://localhost:1", "{cst: 2}", "environment_config.cst: "),
+        ("agent:world.py:World", "{}", "is no function run(base_url, api_key, row)"),
+        ("trl:world.py:World", "{cost: 2, reward_function: world.py:World}", ""),
+    ],
+)
+def test_quick_checks_adapted_environments_and_their_rewards(
+    here: Path, capsys: pytest.CaptureFixture[str], environment: str, config: str, told: str
+) -> None:
+    (here / "world.py").write_text(
+        "LIMIT = 3\n\n\nclass World:\n"
+        "    def __init__(self, cost=1.0): raise RuntimeError('it is built')\n"
+        "    def reset(self, **row): ...\n    def look(self): ...\n"
+    )
+    keys = [f"tasks.math.environment={environment}", f"tasks.math.environment_config={config}"]
+    assert main(["tasks", "validate", "--quick", "tasks.yaml", *keys]) == (2 if told else 0)
+    assert told in capsys.readouterr().err
+
+
 def test_validate_warns_of_rewards_that_return_nothing_for_the_first_row(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
