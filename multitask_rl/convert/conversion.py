@@ -12,6 +12,7 @@ defaults, since those are not ours. Texts that several sources use, or that depe
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from multitask_rl.plugins import list_plugins
 EXPERIMENT = "converted"
 """``+experiment=converted`` names the written configuration of the run."""
 _KINDS = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "a mapping"}
+_KINDS[str] = "a text"
 
 
 @dataclass(kw_only=True)
@@ -149,11 +151,15 @@ class Conversion:
             kind = None
         if value is None or kind not in _KINDS or (kind in (list, dict) and isinstance(value, kind)):
             return default if value is None else value
-        with contextlib.suppress(ValueError, TypeError, KeyError):
+        if kind is str and not isinstance(value, (list, dict)):  # YAML reads some words as others
+            return value
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             if kind is bool:
                 return {"true": True, "false": False, "1": True, "0": False}[str(value).lower()]
             if kind in (int, float) and not isinstance(value, bool):
                 number = float(value)
+                if not math.isfinite(number):
+                    raise ValueError("no option has a default that is not finite")
                 return int(number) if not isinstance(value, float) and number.is_integer() else number
         raise ConfigError(f"{option}: expected {_KINDS[kind]}, got {value!r}")
 
@@ -210,9 +216,10 @@ class Conversion:
     def need(
         self, value: str | Sequence[Any] | None, what: str, *options: str, instead: str = "--reward"
     ) -> None:
-        """Refuse a conversion that lacks a data set or a reward: no tasks file would be valid.
+        """Refuse a conversion without a ``value`` (a data set, a reward): no tasks file would be valid.
 
-        The option ``instead`` of ``convert`` names one; ``options`` of the source would have named it.
+        The message names ``what`` is missing, what stands in ``options``, where the source names it, and
+        ``instead``: the option of ``convert``, or key of the source, that may name it.
         """
         if not value:
             computed = self.found.computed
@@ -266,7 +273,10 @@ class Conversion:
                 self.put(f"rollout.engine_config.{key}", value, f"{prefix}{name}")
 
     def put_steps(self, steps: int | None, *options: str) -> None:
-        """Write ``max_steps`` from options that count passes or steps, or say that rows are not known."""
+        """Write ``max_steps``, at least 1, from ``options``, which count passes or steps.
+
+        ``steps`` None: the number of rows is not known; then say so of the first of ``options``.
+        """
         if steps is None:
             self._read.update(options)
             self.left[options[0]] = say.PASSES.format(default=RunConfig().max_steps)
@@ -385,8 +395,8 @@ def convert(
 
 
 def flat(text: str) -> dict[str, Any]:
-    """Return the values of a YAML text by dotted keys; ``<number>``, ``<list>``, ``<mapping>`` are types."""
-    types = {"<number>": float, "<list>": list, "<mapping>": dict}
+    """Return the values of a YAML text by dotted keys; ``<number>``, ``<text>``... are types."""
+    types = {"<number>": float, "<list>": list, "<mapping>": dict, "<text>": str}
     found = dotted(parse_yaml(text, "a table of options")[0])
     return {key: types.get(value, value) if isinstance(value, str) else value for key, value in found}
 

@@ -286,7 +286,10 @@ def loss(c: Conversion) -> None:
     level = level or "off"  # YAML reads off as False
     if enabled:
         level, how = {"tis": ("token", "clip"), "icepop": ("token", "mask")}.get(kind, ("sequence", "mask"))
-    low, high = bounds if isinstance(bounds, list) else (0.0, bounds)
+    try:
+        low, high = map(float, bounds) if isinstance(bounds, list) else (0.0, bounds)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{options[2]}: expected two numbers, got {bounds!r}") from None
     bound, exact = (0.0, True) if level == "off" else (float(high), (level, how, low) == ("token", "clip", 0))
     told = "" if exact else say.WEIGHT_CUT_ABOVE
     c.put("algorithm.truncated_is", bound, *options, differs=told, how=how, level=level)

@@ -24,7 +24,7 @@ _MODEL, _SAMPLING = "actor_train.model_args", "actor_infer.generating_args"
 _VALIDATION, _ENGINE = "validation.generating_args", "actor_infer.strategy_args"
 _SHARES = f"{_DATA}.domain_interleave_probs."
 DEFAULTS = """
-{seed: 42, max_steps: 500, save_steps: 50, eval_steps: 10, max_ckpt_to_keep: 0, track_with: tensorboard,
+{seed: 42, max_steps: 500, save_steps: 50, eval_steps: 10, max_ckpt_to_keep: 0, track_with: [tensorboard],
   rollout_batch_size: 128, num_return_sequences_in_group: 1, prompt_length: 1024, response_length: 0,
   sequence_length: 0, async_generation_ratio: 0, adv_estimator: gae, importance_sampling: token, gamma: 1.0,
   lambd: 0.95, pg_clip: 0.2, use_pg_clip_range: false, pg_clip_low: 0.2, pg_clip_high: 0.2,
@@ -33,7 +33,7 @@ DEFAULTS = """
   loss_agg_mode: seq-mean-token-mean, max_len_mask: false, ppo_epochs: 1, max_grad_norm: 1.0,
   train_infer_correction: {is_weight: {enabled: false, weight_type: token, upper_bound: 1.2}},
   actor_train: {
-    data_args: {dataset_dir: .},
+    data_args: {dataset_dir: ., messages: <text>},
     training_args: {learning_rate: 5.0e-5, lr_scheduler_type: linear, weight_decay: 0.0, adam_beta1: 0.9,
       adam_beta2: 0.999, per_device_train_batch_size: 8, gradient_accumulation_steps: 1, warmup_steps: 0,
       warmup_ratio: 0.0},

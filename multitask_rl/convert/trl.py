@@ -25,7 +25,7 @@ DEFAULTS = """
   vllm_gpu_memory_utilization: 0.3, vllm_tensor_parallel_size: 1, vllm_importance_sampling_correction: true,
   vllm_importance_sampling_mode: sequence_mask, vllm_importance_sampling_clip_max: 3.0,
   ref_model_mixup_alpha: 0.6, ref_model_sync_steps: 512, gradient_checkpointing: true, dtype: float32,
-  seed: 42, eval_strategy: "no", save_strategy: steps, save_steps: 500, report_to: none, lora_r: 16,
+  seed: 42, eval_strategy: "no", save_strategy: steps, save_steps: 500, report_to: [none], lora_r: 16,
   lora_alpha: 32, lora_dropout: 0.05, peft_config: {r: 8, lora_alpha: 8, lora_dropout: 0.0},
   steps_per_generation: <number>, generation_batch_size: <number>, delta: <number>, epsilon_high: <number>,
   eval_steps: <number>, reward_weights: <list>, chat_template_kwargs: <mapping>, model_init_kwargs: <mapping>}

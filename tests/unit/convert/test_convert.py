@@ -727,6 +727,9 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
         (trl, {"delta": "lots"}, "delta: expected a number, got 'lots'"),
         (trl, {"model_init_kwargs": 3}, "model_init_kwargs: expected a mapping, got 3"),
         (trl, {"reward_weights": 2.0}, "reward_weights: expected a list, got 2.0"),
+        (trl, {"loss_type": ["dapo"]}, "loss_type: expected a text, got ['dapo']"),
+        (trl, {"max_steps": "inf"}, "max_steps: expected a number, got 'inf'"),
+        (trl, {"num_train_epochs": "nan"}, "num_train_epochs: expected a number, got 'nan'"),
         (trl, {"steps_per_generation": 0}, "steps_per_generation: expected at least 1, got 0"),
         (trl, {"generation_batch_size": 4}, "steps_per_generation (0)"),
         (verl, ["data.train_batch_size=lots"], "data.train_batch_size: expected a number, got 'lots'"),
@@ -738,6 +741,12 @@ def test_each_source_in_a_file_of_verl_becomes_a_task_with_its_rows(tmp_path: Pa
         (verl, ["data.val_files=3"], "data.val_files: expected a text or a list of texts, got 3"),
         (verl, ["trainer.total_training_steps=all"], "total_training_steps: expected a number, got 'all'"),
         (openrlhf, ["--ds.param_dtype fp8"], "ds.param_dtype: 'fp8' is no value that is known here"),
+        (verl, ["trainer.resume_mode=[auto]"], "trainer.resume_mode: expected a text, got ['auto']"),
+        (
+            openrlhf,
+            ["--algo.advantage.is_correction_threshold low high"],
+            "is_correction_threshold: expected two numbers, got ['low', 'high']",
+        ),
         (openrlhf, ["--train.batch_size 0"], "train.batch_size: expected at least 1, got 0"),
     ],
 )
