@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import random
 import shlex
 import sys
@@ -15,6 +14,7 @@ from string import Template
 from typing import Any
 
 import multitask_rl
+from multitask_rl.boundary.allowance import usable_cores
 from multitask_rl.config.devices import count_cuda_devices, parse_devices
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import ModelConfig
@@ -135,7 +135,7 @@ def fit_run(model: str, device: str) -> tuple[dict[str, Any], list[str]]:
     from multitask_rl.run import estimate  # heavy: torch, transformers
 
     on_gpu = device != "cpu"
-    cores = os.cpu_count() or 1
+    cores = usable_cores()
     run: dict[str, Any] = {
         "model": {"name_or_path": model},
         "rollout": {"engine": "hf", "max_new_tokens": 256 if on_gpu else 32},

@@ -367,7 +367,7 @@ class RunConfig(Settings):
     profile: Annotated[str, OneOf("", "torch")] = ""
     """``torch``: a trace of three steps and a memory report in ``<output_dir>/profile``; empty = off."""
     num_threads: Natural = 0
-    """torch threads; 0 = torch's choice."""
+    """torch threads; 0 = torch's choice, at most the cores that a container's limit allows."""
     model: ModelConfig = field(default_factory=ModelConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

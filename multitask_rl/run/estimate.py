@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
+from multitask_rl.boundary.allowance import limit_threads, usable_memory
 from multitask_rl.boundary.printable import first_line
 from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import ModelConfig, RunConfig
@@ -386,10 +386,10 @@ def _parameters(model: ModelConfig, name: str) -> int:
 
 
 def free_memory(device: str) -> float:
-    """Return the free bytes of ``device``; for a CPU, what the system can give without swapping."""
+    """Return the free bytes of ``device``; for a CPU, ``usable_memory``."""
     if device.startswith("cuda"):
         return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
+    return usable_memory()
 
 
 def smaller(config: RunConfig, memory: Mapping[str, float]) -> str:
@@ -432,8 +432,7 @@ def measure_step(
     """
     config, device = plan.config, default_device(plan.devices.get("actor", ""))
     dtype = weight_dtype(config.model, device)
-    if config.num_threads:
-        torch.set_num_threads(config.num_threads)
+    limit_threads(config.num_threads)
     model = _empty_model(config.model, layers=PROBE_LAYERS, device=device)[1].to(dtype)
     model.eval()
     head = model.get_output_embeddings()

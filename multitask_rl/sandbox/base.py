@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, Protocol, Self, runtime_checkable
 
+from multitask_rl.boundary.allowance import usable_cores
 from multitask_rl.boundary.python_source import parse_python
 from multitask_rl.errors import ConfigError
 from multitask_rl.plugins import SANDBOXES, load_plugin
@@ -370,7 +371,7 @@ def shared_sandbox(packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
     """
     with _lock:
         if packages not in _shared:
-            _shared[packages] = open_sandbox(workers=max(1, min(8, os.cpu_count() or 1)), packages=packages)
+            _shared[packages] = open_sandbox(workers=min(8, usable_cores()), packages=packages)
             atexit.register(_shared[packages].close)  # in a forked child it does nothing
         return _shared[packages]
 

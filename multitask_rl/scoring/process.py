@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from multitask_rl.boundary.allowance import thread_limit
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
@@ -127,6 +128,7 @@ def start_interpreter(module: str, fds: Sequence[int], output: PluginOutput) -> 
             stdin=subprocess.DEVNULL,
             stdout=printed,  # a plugin's print must not end up in the program's output
             stderr=printed,
+            env=os.environ | thread_limit(),
             pass_fds=fds,
             start_new_session=True,  # its own group: killed with its children, spared by Ctrl-C
         )

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from multitask_rl.boundary.allowance import usable_cores
 from multitask_rl.errors import disk_errors
 
 MACHINE = "machine.json"
@@ -25,8 +26,7 @@ def describe_machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {"system": platform.platform(), "processor": _processor()}
     found["cores"] = os.cpu_count()
-    with suppress(AttributeError):  # not on every system
-        found["cores of this process"] = len(os.sched_getaffinity(0))
+    found["cores of this process"] = usable_cores()
     found["threads of torch"] = torch.get_num_threads()
     found["memory"] = f"{psutil.virtual_memory().total / 2**30:.1f} GiB"
     gpus = range(torch.cuda.device_count())

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from multitask_rl.boundary.allowance import limit_threads
 from multitask_rl.boundary.interrupts import (
     answer_with,
     between_stages,
@@ -140,8 +139,8 @@ class Trainer:
             config = replace(config, device_map={**config.device_map, "actor": devices})
         if dataloader is not None and dataloader.batch_size:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
-        if actor is None and config.num_threads:
-            torch.set_num_threads(config.num_threads)
+        if actor is None:
+            limit_threads(config.num_threads)
         self.plan = plan = plan_run(config, dataloader, engine)
         given = dataloader.weights if dataloader is not None else {}
         if idle := [name for name in given if name in plan.specs and name not in plan.trained]:

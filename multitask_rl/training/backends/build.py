@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.allowance import usable_cores
 from multitask_rl.boundary.interrupts import noting_signals
 from multitask_rl.config.devices import actor_devices, plan_ranks, ranks_per_machine, torchrun_size
 from multitask_rl.config.run import RunConfig
@@ -113,7 +114,7 @@ class TorchBackend(TrainingBackend):
         local = ranks_per_machine() or len(devices)
         uses_cpu = not on_gpu or config.optimizer.moments == "host" or actor_devices(config).is_offloaded
         # all ranks of a machine use it at the same time
-        threads = (config.num_threads or max(1, (os.cpu_count() or 1) // local)) if uses_cpu else 0
+        threads = (config.num_threads or max(1, usable_cores() // local)) if uses_cpu else 0
         launch: Launch = cls.launch
         if started := torchrun_size():
             if started != len(devices) or config.executor != "local":
