@@ -8,6 +8,7 @@ traceback.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import pkgutil
@@ -93,6 +94,8 @@ _ONCE_OFFLINE = _OnceOffline()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     logging.getLogger("huggingface_hub.utils._http").addFilter(_ONCE_OFFLINE)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as of standard error: a letter that it lacks is no error
+        sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -108,3 +109,21 @@ sys.exit(main(["bench"]))
     assert process.returncode == 128 + number
     assert told.decode().splitlines()[-1] == f"interrupted by {number.name}"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_terminal_without_a_letter_shows_its_number(tmp_path: Path) -> None:
+    script = """
+import sys
+import multitask_rl.cli.bench as bench
+bench.main = lambda arguments: print("k\\u00fcrze")
+from multitask_rl.cli import main
+sys.exit(main(["bench"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "k\\xfcrze\n", "")
