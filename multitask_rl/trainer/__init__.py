@@ -139,8 +139,7 @@ class Trainer:
             config = replace(config, device_map={**config.device_map, "actor": devices})
         if dataloader is not None and dataloader.batch_size:
             config = replace(config, batch=replace(config.batch, prompts_per_step=dataloader.batch_size))
-        if actor is None:
-            limit_threads(config.num_threads)
+        limit_threads(config.num_threads)
         self.plan = plan = plan_run(config, dataloader, engine)
         given = dataloader.weights if dataloader is not None else {}
         if idle := [name for name in given if name in plan.specs and name not in plan.trained]:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from multitask_rl.boundary import allowance
 from multitask_rl.config.run import (
     CheckpointConfig,
     CriticConfig,
@@ -34,7 +35,7 @@ from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
 from multitask_rl.training.checkpoint import CheckpointStore
-from run_builders import lines, run_config, train, undocumented, weights_hash, write_run
+from run_builders import build_actor, lines, run_config, train, undocumented, weights_hash, write_run
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +119,23 @@ def test_a_complete_run_makes_no_step_more_and_is_left_as_it_is(finished, caplog
     }
     assert "already made its 5 steps; raise max_steps" in caplog.text
     assert {p: p.read_bytes() for p in before} == before
+
+
+@pytest.mark.parametrize(("is_given", "wanted", "expected"), [(False, 0, 1), (True, 0, 1), (True, 3, 3)])
+def test_a_run_takes_as_many_threads_as_its_container_has_cores_or_as_it_is_told(
+    is_given, wanted, expected, tmp_path, monkeypatch
+):
+    write_run(tmp_path)
+    monkeypatch.setattr(allowance, "usable_cores", lambda: 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        config = run_config(tmp_path, "out", 1, num_threads=wanted)
+        with Trainer(build_actor() if is_given else None, config=config):
+            assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_run_that_is_resumed_at_its_last_step_counts_to_that_step(finished, capsys):
