@@ -85,7 +85,7 @@ def _groups_of(controller: str, groups: Path, own: Path) -> Iterator[Path]:
     A container often sees the path that its group has on the host, but only the group itself, as the root.
     """
     for line in _text(own).splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and controller not in controllers.split(","):
             continue
         parts = [] if ".." in path else path.strip("/").split("/")

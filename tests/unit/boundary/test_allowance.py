@@ -44,6 +44,8 @@ V1 = "cpu/pod/box/cpu"
         (BOX, {"pod/box/cpu.max": "max 100000\n"}, MANY),
         (BOX, {"pod/box/cpu.max": "150000 100000\n"}, 2),
         (BOX, {"pod/box/cpu.max": "5000 100000\n"}, 1),
+        (BOX, {"pod/box/cpu.max": ""}, MANY),
+        ("nothing that is known\n" + BOX, {"pod/box/cpu.max": "150000 100000\n"}, 2),
         # the least of a group and those above it
         (BOX, {"pod/box/cpu.max": "800000 100000\n", "pod/cpu.max": "400000 100000\n"}, 4),
         # a container has a path of the host, and its own group as the root
