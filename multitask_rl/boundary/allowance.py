@@ -11,8 +11,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -59,6 +57,8 @@ def usable_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float:
 
     Files that the kernel keeps in memory and can drop count as free. Arguments as of ``usable_cores``.
     """
+    import psutil  # the sandbox, which asks for cores, needs no package
+
     free = float(psutil.virtual_memory().available)
     for group in _groups_of("memory", groups, own):
         limit, used, cached = group / "memory.max", group / "memory.current", "inactive_file"
