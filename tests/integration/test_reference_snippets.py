@@ -245,7 +245,7 @@ def test_the_snippets_that_train_made_runs_with_metrics_and_checkpoints(
 
 SPAWNED = """
 import os, sys
-os.cpu_count = lambda: 2  # of two ranks on the machine: a thread each
+os.sched_getaffinity = lambda _: {{0, 1}}  # two ranks on the machine: a thread each
 sys.path.append({examples!r})
 from multitask_rl import PPOConfig, RLTrainer
 from cheerful import ENDS, STARTS, cheerful
@@ -264,7 +264,7 @@ if __name__ == "__main__":
 
 TORCHRUN = """
 import os, runpy, sys
-os.cpu_count = lambda: 1
+os.sched_getaffinity = lambda _: {0}
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM
