@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def show_last(text: str, stream: TextIO) -> None:
-    """Print the last words of a command, whose exit status a closed terminal or pipe does not change."""
+    """Print ``text``, the end of a command, after standard output; a reader that has gone is no error."""
     for own, words in ((sys.stdout, ""), (stream, f"{text}\n")):
         try:
             own.write(words)

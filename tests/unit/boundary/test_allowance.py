@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -61,6 +63,37 @@ def test_cores_are_those_of_the_affinity_or_of_the_smallest_quota(
     tmp_path: Path, own: str, files: dict[str, str], cores: int
 ) -> None:
     assert usable_cores(*groups(tmp_path, own, files)) == cores
+
+
+def test_a_quota_of_this_machine_s_kernel_is_seen() -> None:
+    root = Path("/sys/fs/cgroup")
+    is_first = (root / "cpu").is_dir()
+    group = root.joinpath(*["cpu"] * is_first, f"multitask-rl-test-{os.getpid()}")
+    name, quota = ("cpu.cfs_quota_us", "50000") if is_first else ("cpu.max", "50000 100000")
+    script = f"""
+import os
+from multitask_rl.boundary.allowance import thread_limit, usable_cores
+before = usable_cores()
+open({str(group / "cgroup.procs")!r}, "w").write("0")
+print(before, usable_cores(), thread_limit())
+"""
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made: {error}")
+    try:
+        try:
+            (group / name).write_text(quota)
+        except OSError as error:
+            pytest.skip(f"this control group takes no quota: {error}")
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        before, now, limit = done.stdout.split(maxsplit=2)
+        expected = "{}" if before == "1" else "{'OMP_NUM_THREADS': '1'}"
+        assert (now, limit.strip()) == ("1", expected), done.stderr
+    finally:
+        group.rmdir()
 
 
 def test_a_machine_without_control_groups_has_all_its_cores_and_memory(tmp_path: Path) -> None:
