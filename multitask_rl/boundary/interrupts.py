@@ -74,7 +74,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handle`` answer the signals in the block, but no ignored one, nor SIGUSR1 if a script handles it."""
+    """Let ``handle`` answer signals in the block, but no ignored one, nor SIGUSR1 if a script handles it."""
     before = {n: handler for n in ENDING if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
     if before.get(signal.SIGUSR1) not in (signal.SIG_DFL, _handle):
         before.pop(signal.SIGUSR1, None)
