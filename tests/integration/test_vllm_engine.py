@@ -6,6 +6,7 @@ import importlib
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from inspect import signature
@@ -49,6 +50,16 @@ def tied() -> Any:
     return small_model(tie=True)
 
 
+@contextmanager
+def threads(wanted: int) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted)
+    try:
+        yield wanted
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMEngine]:
     importlib.import_module("numba")  # as bm25s and others do: vLLM 0.32 then did not start
@@ -62,6 +73,8 @@ def engine(tied: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLM
     assert random.getstate() == states[0], "the engine must not seed the process"
     assert np.random.get_state()[1].tolist() == states[1]
     assert torch.equal(torch.get_rng_state(), states[2])
+    with threads(torch.get_num_threads() + 1) as wanted:
+        assert torch.get_num_threads() == wanted, "a run that follows in this process has its num_threads"
     yield engine
     engine.close()
     engine.close()

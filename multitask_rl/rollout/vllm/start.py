@@ -219,7 +219,8 @@ def close_sockets_with(queue: Any) -> None:
 
 @contextlib.contextmanager
 def _without_side_effects(num_ranks: int) -> Iterator[None]:
-    """Restore random streams and thread count afterwards; give each rank a share of the threads."""
+    """Restore random streams, thread count and its setter; each rank gets a share of the threads."""
+    set_num_threads = torch.set_num_threads
     python, numpy = random.getstate(), np.random.get_state()
     before, threads = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()
     if num_ranks > 1:
@@ -232,6 +233,8 @@ def _without_side_effects(num_ranks: int) -> Iterator[None]:
             os.environ.pop("OMP_NUM_THREADS")
             if before is not None:
                 os.environ["OMP_NUM_THREADS"] = before
-        torch.set_num_threads(threads)  # vLLM takes all but one
+        # vLLM takes all but one, and on a CPU makes the setter do nothing
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
