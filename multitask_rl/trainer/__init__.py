@@ -120,6 +120,7 @@ class Trainer:
         config = RunConfig() if config is None else config
         if not isinstance(config, RunConfig):
             raise ConfigError(f"config: expected a mapping or a RunConfig, got {config!r}")
+        _check_torch()
         if actor is not None and not isinstance(actor, Actor):
             actor = make_actor(actor, tokenizer, config.model, config.seed)
         serve_torchrun_rank()
@@ -425,6 +426,7 @@ class Trainer:
                 "this trainer's run has ended, or could not begin; make a new one as this one was made: with "
                 "trainer.actor as the actor it goes on with its weights"
             )
+        _check_torch()
         if self._parts is None:
             with self._closing_on_error():
                 if track and not self.plan.trained:
@@ -481,6 +483,26 @@ class Trainer:
             self._is_closed = True
             self.scorer.close()
             raise
+
+
+def _check_torch() -> None:
+    """Raise a ``ConfigError`` if a script has set what makes torch learn nothing, or fail in a step."""
+    import torch
+
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "torch.inference_mode() is on, in which nothing is learnt; call the trainer outside"
+        )
+    if (dtype := torch.get_default_dtype()) != torch.float32:
+        raise ConfigError(
+            f"torch's default dtype is {dtype}; call torch.set_default_dtype(torch.float32). model.dtype is "
+            "the type of the weights"
+        )
+    if (device := torch.get_default_device()).type != "cpu":
+        raise ConfigError(
+            f"torch's default device is {device}; call torch.set_default_device(None). device_map.actor "
+            "names the actor's device; without it a GPU is used where there is one"
+        )
 
 
 def _expect(kind: type, given: object, method: str) -> None:

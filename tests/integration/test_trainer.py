@@ -1,3 +1,4 @@
+import contextlib
 import copy
 import json
 import math
@@ -136,6 +137,40 @@ def test_a_run_takes_as_many_threads_as_its_container_has_cores_or_as_it_is_told
             assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        (torch.inference_mode, r"inference_mode\(\) is on, in which nothing is learnt"),
+        (lambda: default_dtype(torch.bfloat16), r"dtype is torch.bfloat16; call .*\(torch.float32\)"),
+        (lambda: torch.device("meta"), r"device is meta; call torch.set_default_device\(None\)"),
+    ],
+    ids=["inference", "dtype", "device"],
+)
+@pytest.mark.parametrize("is_made", [False, True])
+def test_settings_of_torch_that_break_training_are_refused(setting, message, is_made, finished, tmp_path):
+    config = run_config(finished[0], str(tmp_path / "out"), 1)
+    with contextlib.ExitStack() as stack:
+        made = stack.enter_context(Trainer(config=config)) if is_made else None
+        with setting(), pytest.raises(ConfigError, match=message):
+            made.train_step() if is_made else Trainer(config=config)
+
+
+def test_a_run_learns_where_gradients_are_off(tmp_path):
+    write_run(tmp_path)
+    with torch.no_grad():
+        off = train(run_config(tmp_path, "off", 1))
+    assert weights_hash(off) == weights_hash(train(run_config(tmp_path, "on", 1)))
 
 
 def test_a_run_that_is_resumed_at_its_last_step_counts_to_that_step(finished, capsys):

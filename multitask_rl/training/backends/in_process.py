@@ -78,6 +78,7 @@ class InProcess(TrainingBackend):
                 old, runner.reference_logprobs(samples, task) if want_ref else None, values
             )
 
+    @torch.enable_grad()
     def step(self, active: Sequence[Weighted], factor: float, compared: Sequence[str] = ()) -> UpdateResult:
         """Make one optimizer step on this process's samples; ranks sum their gradients."""
         result = self._step(active, factor, compared)
