@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from multitask_rl.boundary.interrupts import answer_with
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import ConfigError
 from multitask_rl.report.live import LiveRun, LiveServer
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         if options.open:
             webbrowser.open(server.address)
+        answer_with(lambda _: True)  # it ends at once
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0

@@ -1,7 +1,11 @@
 """The server of ``multitask-rl watch``: what it answers, to whom, and that it follows the records."""
 
+import contextlib
 import http.client
 import json
+import os
+import signal
+import socket
 import threading
 import time
 import zlib
@@ -91,6 +95,29 @@ def test_it_listens_on_this_machine_alone_and_says_why_a_port_cannot_be_had(
     assert f"--port {port}: " in capsys.readouterr().err
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert "is no directory" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+
+    def interrupt() -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+                connection.request("GET", "/")
+                connection.getresponse()
+                break
+            time.sleep(0.01)
+        connection.close()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert main(["watch", str(tmp_path), "--port", str(port)]) == 0
+    thread.join()
+    out, err = capfd.readouterr()
+    assert (out.count("\n"), err) == (1, ""), "the address alone"
 
 
 def test_a_run_that_has_evaluated_nothing_is_waited_for(tmp_path: Path) -> None:
