@@ -141,7 +141,7 @@ class LossOutput:
 
 
 def check_result(found: object, kind: type[Credit | LossOutput], number: int, place: str) -> None:
-    """Check that an algorithm returned a ``kind`` whose tensors are [number]: a value per token.
+    """Check that an algorithm returned a ``kind`` whose tensors are [number], and a loss with a gradient.
 
     Raises:
         PluginError: it did not; the message begins with ``place``.
@@ -160,6 +160,11 @@ def check_result(found: object, kind: type[Credit | LossOutput], number: int, pl
             what = f"{name} of shape {tuple(tokens.shape)}"
         if not isinstance(tokens, Tensor) or tuple(tokens.shape) != (number,):
             raise PluginError(f"{place} returned {what}, expected a tensor [{number}]: one value per token")
+    if isinstance(found, LossOutput) and not found.loss.requires_grad:
+        raise PluginError(
+            f"{place} returned a loss without a gradient, from which nothing is learnt; compute it from "
+            "logprobs or values of the batch, without detach() and torch.no_grad()"
+        )
 
 
 class Algorithm:

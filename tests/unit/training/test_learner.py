@@ -281,10 +281,11 @@ class Misshapen(GRPO):
         ),
         ("loss", lambda o: o.loss, "returned Tensor, expected LossOutput"),
         ("loss", lambda o: replace(o, loss=o.loss.mean()), r"returned loss of shape \(\)"),
+        ("loss", lambda o: replace(o, loss=o.loss.detach()), r"returned a loss without a gradient"),
     ],
 )
-def test_what_an_algorithm_returns_in_a_wrong_shape_is_an_error_that_names_it(wrong, change, told):
-    """A scalar loss would be counted once for each token, and be wrong in silence."""
+def test_what_an_algorithm_returns_that_is_no_loss_or_credit_is_an_error_that_names_it(wrong, change, told):
+    """A scalar loss would be counted once for each token, one without a gradient not at all, in silence."""
     bench = Bench()
     algorithm = Misshapen(GRPO.Config())
     algorithm.wrong, algorithm.change = wrong, change
