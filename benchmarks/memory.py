@@ -22,6 +22,7 @@ import torch
 from speed import machine
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from multitask_rl.models.actor import checkpoint_layers
 from multitask_rl.records import SamplingParams
 from multitask_rl.training import forward
 from multitask_rl.training.microbatch import build_microbatches
@@ -47,7 +48,7 @@ def main() -> None:
     for name, (cells, block, is_checkpointed) in MODES.items():
         forward.SLICE_CELLS, forward.BLOCK_CELLS = cells, block
         if is_checkpointed:
-            model.gradient_checkpointing_enable()
+            checkpoint_layers(model)
             model.train()
         peaks[name] = {str(n): peak_mib(model, n) for n in sorted(args.tokens)}
         sys.stderr.write(f"{name}: {json.dumps(peaks[name])}\n")

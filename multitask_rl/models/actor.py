@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -721,10 +722,18 @@ def _prepare(
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
     if config.compile:
         compile_blocks(model)
     return Actor(model, tokenizer, config)
+
+
+def checkpoint_layers(model: PreTrainedModel, *, on: bool = True) -> None:
+    """Let the backward pass compute ``model``'s layers again instead of keeping what it needs, or not."""
+    # transformers 5.23 renamed the methods, and warns of the old names
+    kind = "activation" if "activation_checkpointing_enable" in dir(model) else "gradient"
+    what = f"{kind}_checkpointing_enable" if on else f"{kind}_checkpointing_disable"
+    methodcaller(what, *([{"use_reentrant": False}] if on else []))(model)
 
 
 def compile_blocks(model: nn.Module) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from multitask_rl.config.run import CriticConfig, LoraConfig, ModelConfig
 from multitask_rl.errors import CheckpointError, ConfigError
-from multitask_rl.models.actor import DTYPES, Actor, learning, load_actor
+from multitask_rl.models.actor import DTYPES, Actor, checkpoint_layers, learning, load_actor
 from multitask_rl.training.forward import response_hidden
 from multitask_rl.training.microbatch import MicroBatch
 
@@ -87,9 +87,9 @@ class Critic(nn.Module):
             if config.dtype != "auto":
                 trunk = trunk.to(DTYPES[config.dtype])
             if actor.config.gradient_checkpointing:
-                trunk.gradient_checkpointing_disable()
+                checkpoint_layers(trunk, on=False)
         if config.gradient_checkpointing:
-            trunk.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(trunk)
         return trunk
 
     def learning(self) -> contextlib.AbstractContextManager[None]:

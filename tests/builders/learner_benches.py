@@ -23,6 +23,7 @@ from multitask_rl.config.run import (
 )
 from multitask_rl.config.task import KLSpec, TaskSpec
 from multitask_rl.errors import TrainingError
+from multitask_rl.models.actor import checkpoint_layers
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest, Watch
 from multitask_rl.rollout.hf import HFEngine
@@ -152,7 +153,7 @@ class RanksBench(Bench):
         cut = f" sharded={parts or num_ranks // tensor} tensor={tensor}" if sharded else ""
         super().__init__(actor_devices=f"cpu:0-{num_ranks - 1}{cut}", context_ranks=context, **kwargs)
         if checkpointing:
-            self.actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(self.actor.model)
         self.helpers = []
 
         def start(where):

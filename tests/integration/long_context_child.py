@@ -20,6 +20,7 @@ from multitask_rl.config.run import (
     RunConfig,
     TrackingConfig,
 )
+from multitask_rl.models.actor import checkpoint_layers
 from multitask_rl.records import SamplingParams
 from multitask_rl.trainer import Trainer
 from multitask_rl.training import forward
@@ -151,7 +152,7 @@ def learn(directory: Path, slice_cells: int, tokens: int = MEASURED, kept_bytes:
     forward.SLICE_CELLS, forward.KEPT_BYTES = slice_cells, kept_bytes
     forward.BLOCK_CELLS = 2**18  # 1 MiB, less than any slice
     model = Qwen2ForCausalLM.from_pretrained(directory)
-    model.gradient_checkpointing_enable()
+    checkpoint_layers(model)
     responses = [[3 + (7 * i + k) % 60 for i in range(tokens // 16)] for k in range(16)]
     (batch,) = build_microbatches(
         [[5, 6, 7]] * 16, responses, max_tokens=2 * tokens, layout="bucketed", pad_token_id=0

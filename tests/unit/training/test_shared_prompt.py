@@ -21,7 +21,7 @@ from multitask_rl.attention.block import BLOCKS, Block, Blocks, mask_of
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.config.run import BatchConfig, LoraConfig, ModelConfig, RunConfig
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import Actor
+from multitask_rl.models.actor import Actor, checkpoint_layers
 from multitask_rl.models.lora import add_adapters
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
@@ -110,7 +110,7 @@ def test_a_shared_prompt_changes_nothing(prompts, mask_cells, checkpointing, mon
     model = build_model()
     whole, gradients = learn(model, prompts, responses, "bucketed")
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
         for module in model.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.training = True
@@ -141,7 +141,7 @@ def test_a_mask_that_hooks_stored_elsewhere_is_known_again(prompts, lengths, off
     actor = Actor(GPT2LMHeadModel(config), build_tokenizer(), ModelConfig())
     responses = [[7 + (3 * i + j) % 20 for j in range(length)] for i, length in enumerate(lengths)]
     _, gradients = learn(actor.model, prompts, responses, "shared")
-    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(actor.model)
     hooks = ActivationOffload(actor.model) if offload else contextlib.nullcontext()
     with actor.learning(), hooks:  # GPT-2 gives the mask to its layers by position
         _, own = learn(actor.model, prompts, responses, "shared")
@@ -166,7 +166,7 @@ def test_blocks_are_gone_with_the_graph_that_needs_them():
 
 def test_the_first_look_at_a_model_that_learns_leaves_its_modes_alone():
     actor = build_actor()
-    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(actor.model)
     runner = ModelRunner(actor, Critic(), RunConfig())
     with actor.learning():
         before = [module.training for module in actor.model.modules()]
@@ -211,7 +211,7 @@ def test_dropout_by_functions_is_off_while_layers_are_computed_again():
     actor = Actor(OPTForCausalLM(config), build_tokenizer(), ModelConfig())
     responses = [[7 + i, 8, 9] for i in range(8)]
     whole, _ = learn(actor.model, EVEN, responses, "shared")
-    actor.model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(actor.model)
     with actor.learning():
         again, _ = learn(actor.model, EVEN, responses, "shared")
     torch.testing.assert_close(again, whole, atol=1e-5, rtol=1e-5)
@@ -272,7 +272,7 @@ def test_biases_that_are_kept_have_a_bound(monkeypatch):
 
 def test_layers_computed_again_without_blocks_fail_loudly():
     model = build_model()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     model.model.training = True
     for layer in model.model.layers:
         layer.training = True

@@ -263,9 +263,10 @@ def test_models_that_cannot_be_cut_are_refused_by_name():
 
 
 def test_unpickled_models_record_hidden_states(monkeypatch):
-    monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", {})  # as in a process that built no model
+    # as in a process that built no model
+    empty = type(output_capturing._CAN_RECORD_REGISTRY)()
     model = build_model()
-    output_capturing._CAN_RECORD_REGISTRY.clear()
+    monkeypatch.setattr(output_capturing, "_CAN_RECORD_REGISTRY", empty)
     ids = torch.tensor([[3, 5, 7]])
     assert model(input_ids=ids, output_hidden_states=True).hidden_states is None
     register_outputs(model)
