@@ -93,6 +93,10 @@ _ONCE_OFFLINE = _OnceOffline()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    # instead of a stream that is closed (``2>&-``): a file opened next would get its number, and its text
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if vars(sys)[name] is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the end
     logging.getLogger("huggingface_hub.utils._http").addFilter(_ONCE_OFFLINE)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as of standard error: a letter that it lacks is no error
         sys.stdout.reconfigure(errors="backslashreplace")

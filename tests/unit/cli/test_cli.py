@@ -117,6 +117,27 @@ def test_help_lists_every_command_and_costs_nothing() -> None:
     assert modules("--help") < 120
 
 
+def test_closed_standard_streams_change_neither_the_end_of_a_command_nor_another_file(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from multitask_rl.cli import main; found = main(sys.argv[1:]); "
+        "file = os.open('next', os.O_CREAT | os.O_WRONLY); os.write(2, b'told'); os._exit(found)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    for closed in ("2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">&-"):
+        for words, status in (("plugins list", 0), ("trian", 2)):
+            shell = f'exec "$0" -c "$1" {words} {closed}'
+            if words.startswith("init"):
+                shell = shell.replace("init .", f"init {len(closed)}")
+            done = subprocess.run(
+                ["bash", "-c", shell, sys.executable, code],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+            )
+            assert done.returncode == status, (closed, words, done.stdout, done.stderr)
+            assert (tmp_path / "next").read_bytes() == b""
+
+
 def test_no_command_and_unknown_command_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert main(["trian"]) == 2
