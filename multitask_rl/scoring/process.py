@@ -11,7 +11,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -145,7 +144,8 @@ class WorkerProcess:
 
     def __init__(self, plan: PluginPlan, output: PluginOutput) -> None:
         ours, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as memory:
+        # memory without a file: a write to a mapped file on a full disk ends the process by SIGBUS
+        with theirs, open(os.memfd_create("progress"), "r+b") as memory:
             memory.truncate(mmap.PAGESIZE)
             fds = [theirs.fileno(), memory.fileno()]
             self._progress = Progress(memory.fileno())

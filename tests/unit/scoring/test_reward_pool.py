@@ -456,6 +456,14 @@ def test_twenty_random_kills_lose_nothing_and_change_nothing(open_pool: Open) ->
     assert rounds >= 1
 
 
+def test_a_worker_starts_without_a_place_for_temporary_files(
+    open_pool: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor can a disk that is full end the trainer by SIGBUS, where it reads what the worker has noted."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert [s.reward for s in open_pool("slowly").score(of("slowly", "4"))] == [4.0]
+
+
 def test_a_sample_that_crashes_the_interpreter_fails_alone(open_pool: Open) -> None:
     scored = open_pool("crashes").score(of("crashes", "a", "crash", "c"))
     assert [s.reward for s in scored] == [1.0, None, 1.0]
