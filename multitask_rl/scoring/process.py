@@ -32,6 +32,7 @@ OUT_OF_MEMORY = 77
 BURST_BYTES, BYTES_PER_S = 256 << 10, 1 << 10
 """Most output of a plugin that reaches standard error: in a burst, and over time."""
 _PROGRESS = struct.Struct("=II")
+_OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 
 
 class Progress:
@@ -93,19 +94,36 @@ class PluginOutput:
             os.close(reading)
 
 
-class WorkerDiedError(Exception):
-    """The process ended without being asked to; ``signal`` killed it (0 = it exited by itself)."""
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed because memory ran out; 0 if it does not say."""
+    with contextlib.suppress(OSError), open("/proc/vmstat", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
 
-    def __init__(self, returncode: int | None) -> None:
+
+class WorkerDiedError(Exception):
+    """The process ended without being asked to; ``signal`` killed it (0 = it exited by itself).
+
+    ``by_oom_killer``: it was SIGKILL, and the kernel had to kill a process because memory ran out.
+    """
+
+    def __init__(self, returncode: int | None, *, by_oom_killer: bool = False) -> None:
         super().__init__(returncode)
         self.signal = -returncode if returncode is not None and returncode < 0 else 0
         self.returncode = returncode
+        self.by_oom_killer = by_oom_killer and self.signal == signal.SIGKILL
+        self.is_outside = self.signal in _OUTSIDE_SIGNALS and not self.by_oom_killer
+        """Something else on the machine killed it, which is rarely the fault of what it did."""
 
     @property
     def reason(self) -> str:
         """How the process ended, in words."""
         if self.returncode == OUT_OF_MEMORY:
             return "ran out of memory"
+        if self.by_oom_killer:
+            return "was killed by the kernel because memory ran out"
         if self.signal:
             with contextlib.suppress(ValueError):
                 return f"was killed by {signal.Signals(self.signal).name}"
@@ -153,6 +171,8 @@ class WorkerProcess:
         self._channel = Channel(ours)
         self._plan = plan
         self._calls = 0
+        self._oom_kills = oom_kills()
+        """As many as before the call."""
         self._text_only = False
 
     def wait_ready(self) -> PluginFacts:
@@ -183,6 +203,7 @@ class WorkerProcess:
         ``failed_calls``: how many calls for each rollout have failed.
         """
         self._calls += 1
+        self._oom_kills = oom_kills()
         if self._text_only:  # token ids and log-probabilities are most of the cost of sending
             prompts = {id(r.prompt): r.prompt for r in rollouts}
             slim = {key: replace(prompt, prompt_ids=[]) for key, prompt in prompts.items()}
@@ -238,4 +259,4 @@ class WorkerProcess:
             code = None
         self.terminate()  # its children may live
         self.kill()
-        return WorkerDiedError(code)
+        return WorkerDiedError(code, by_oom_killer=oom_kills() > self._oom_kills)

@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 START_CRASHES, START_KILLS = 3, 100
 """Processes that may die while starting, by themselves or killed from outside, before the plugin counts as
 unavailable."""
-_OUTSIDE_SIGNALS = (9, 15)
 
 
 class ProcessRunner(Runner):
@@ -109,8 +108,8 @@ class ProcessRunner(Runner):
             self._drop(worker)
             if not self.closed and call.open():
                 logger.warning("%s: its worker process %s; started again", lane.source, error.reason)
-                outside, out_of_memory = error.signal in _OUTSIDE_SIGNALS, error.returncode == OUT_OF_MEMORY
-                lane.died(call, error.reason, outside=outside, out_of_memory=out_of_memory)
+                out_of_memory = error.returncode == OUT_OF_MEMORY
+                lane.died(call, error.reason, outside=error.is_outside, out_of_memory=out_of_memory)
         except pickle.PicklingError as error:
             lane.unsendable(call, str(error))
 
@@ -142,8 +141,8 @@ class ProcessRunner(Runner):
                 self._drop(worker)
                 if self.closed:
                     break
-                outside, reason = error.signal in _OUTSIDE_SIGNALS, error.reason
-                crashes, kills = crashes + (not outside), kills + outside
+                reason = error.reason
+                crashes, kills = crashes + (not error.is_outside), kills + error.is_outside
             except MultitaskRLError:
                 self._drop(worker)
                 raise

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -462,6 +464,31 @@ def test_a_worker_starts_without_a_place_for_temporary_files(
     """Nor can a disk that is full end the trainer by SIGBUS, where it reads what the worker has noted."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
     assert [s.reward for s in open_pool("slowly").score(of("slowly", "4"))] == [4.0]
+
+
+def test_a_worker_that_the_kernel_kills_for_memory_is_told_so_and_not_tried_ten_times(
+    plugin_file: Path, open_pool: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = plugin_file.with_name("hungry.py")
+    file.write_text(
+        "import os\n\ndef hungry(response):\n    os.kill(os.getpid(), 9) if response == 'all' else None\n"
+        "    return 1.0\n\ndef always(response):\n    os.kill(os.getpid(), 9)\n"
+    )
+    counts = itertools.count()
+    monkeypatch.setattr("multitask_rl.scoring.process.oom_kills", lambda: next(counts))
+    for name, responses, message in (
+        ("hungry", ["a", "all", "c"], r"was killed by the kernel because memory ran out 3 times while"),
+        ("always", [str(i) for i in range(8)], r"because memory ran out, on an empty response too"),
+    ):
+        rewards = [RewardSpec(plugin=f"{file}:{name}", name=name)]
+        specs = {name: TaskSpec(name=name, rewards=rewards)}
+        with contextlib.closing(RewardPool(specs, ScoringConfig(), seed=0, devices={})) as pool:
+            pool.start()
+            scored = pool.score(of(name, *responses))
+        failed = [s.failure.message for s in scored if s.failure is not None]
+        assert len(failed) == (1 if name == "hungry" else 8)
+        assert re.search(message, failed[-1]), failed
+        assert next(counts) < 60
 
 
 def test_a_sample_that_crashes_the_interpreter_fails_alone(open_pool: Open) -> None:
