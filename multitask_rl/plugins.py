@@ -277,18 +277,22 @@ def is_importable(module: str) -> bool:
     return is_installed(package) or PathFinder.find_spec(package, [str(Path.cwd())]) is not None
 
 
+def _parts(reference: str) -> tuple[str, str, str]:
+    """Return prefix (``verl:``, or empty), file or module, and name; a directory's name may have colons."""
+    place, _, name = reference.rpartition(":")
+    prefix, colon, rest = place.partition(":")
+    return (f"{prefix}:", rest, name) if colon and prefix.isidentifier() else ("", place, name)
+
+
 def absolute_reference(reference: str) -> str:
     """Return ``reference`` with the path of its file made absolute: it survives a change of directory."""
-    prefix, place, name = "", *reference.rpartition(":")[::2]
-    if place.count(":") == 1 and place.endswith(".py"):  # verl:file.py:compute_score
-        prefix, _, place = place.partition(":")
-        prefix += ":"
+    prefix, place, name = _parts(reference)
     return f"{prefix}{Path(place).expanduser().resolve()}:{name}" if place.endswith(".py") else reference
 
 
 def source_file(reference: str) -> Path | None:
     """Return the file of a plugin named by file or by a module that is imported; None for other names."""
-    place = reference.rpartition(":")[0].rpartition(":")[2]  # verl:file.py:compute_score
+    _, place, _ = _parts(reference)
     if place.endswith(".py"):
         return Path(place).expanduser().resolve()
     file = vars(sys.modules[place]).get("__file__") if place in sys.modules else None

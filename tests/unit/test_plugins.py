@@ -11,7 +11,15 @@ import pytest
 from multitask_rl.config.checks import check_entry_point
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError, MissingExtraError, PluginError
-from multitask_rl.plugins import GROUPS, REWARDS, build_plugin, list_plugins, load_plugin
+from multitask_rl.plugins import (
+    GROUPS,
+    REWARDS,
+    absolute_reference,
+    build_plugin,
+    list_plugins,
+    load_plugin,
+    source_file,
+)
 
 
 def install(
@@ -208,3 +216,12 @@ def test_what_a_plugin_file_defines_is_found_by_learner_ranks_and_ray_actors(
         "assert (type(value).__name__, value) == ('Own', 7), value"
     )
     subprocess.run([sys.executable, "-c", code], input=pickle.dumps(own(7)), check=True, timeout=60)
+
+
+@pytest.mark.parametrize("directory", ["run:1", "10:20:30", "plain"])
+def test_a_directory_may_have_colons_in_its_name(tmp_path: Path, directory: str) -> None:
+    file = tmp_path / directory / "own.py"
+    for prefix in ("", "verl:"):
+        reference = f"{prefix}{file}:Mine"
+        assert absolute_reference(reference) == reference
+        assert source_file(reference) == file
