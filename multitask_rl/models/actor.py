@@ -669,6 +669,11 @@ def make_actor(
             f"the actor must be a causal language model of transformers (AutoModelForCausalLM), got {got}; "
             "for adapters give the base model, without PEFT, and set model.lora.rank"
         )
+    if any(".base_layer." in name for name, _ in model.named_parameters()):
+        raise ConfigError(
+            "the model has adapters of PEFT in it, and a checkpoint would not be a whole model; merge them "
+            "(merge_and_unload() of PEFT), or give the base model and set model.lora.rank"
+        )
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
     if tokenizer is None:
@@ -719,6 +724,7 @@ def unwrap_model(model: Any) -> Any:
 def _prepare(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, seed: int
 ) -> Actor:
+    _let_save(model)
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:
@@ -734,6 +740,24 @@ def checkpoint_layers(model: PreTrainedModel, *, on: bool = True) -> None:
     kind = "activation" if "activation_checkpointing_enable" in dir(model) else "gradient"
     what = f"{kind}_checkpointing_enable" if on else f"{kind}_checkpointing_disable"
     methodcaller(what, *([{"use_reentrant": False}] if on else []))(model)
+
+
+def _let_save(model: PreTrainedModel) -> None:
+    """Set ``do_sample`` if ``generation_config`` has sampling settings without it: no save takes these.
+
+    Raises:
+        ConfigError: transformers saves the model's ``generation_config`` with ``do_sample`` neither.
+    """
+    generation, problem = model.generation_config, ""
+    for do_sample in () if generation is None else (generation.do_sample, True):
+        generation.do_sample = do_sample
+        try:
+            generation.validate(strict=True)
+            return
+        except ValueError as error:
+            problem = " ".join(str(error).split())
+    if problem:
+        raise ConfigError(f"the model has a generation_config, which transformers does not save: {problem}")
 
 
 def compile_blocks(model: nn.Module) -> int:

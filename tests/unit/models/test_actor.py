@@ -1,15 +1,18 @@
 """Loading the actor."""
 
+import json
+from importlib.util import find_spec
+
 import pytest
 import torch
 from transformers import GPTJConfig, GPTJForCausalLM, MambaConfig, MambaForCausalLM
 
-from model_builders import build_actor, build_tokenizer
+from model_builders import build_actor, build_model, build_tokenizer
 from multitask_rl.config.run import ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.render import render_prompt
 from multitask_rl.errors import ConfigError
-from multitask_rl.models.actor import load_actor
+from multitask_rl.models.actor import load_actor, make_actor
 
 MODELS = {
     "attention of its own": lambda: GPTJForCausalLM(
@@ -74,3 +77,36 @@ def test_adapters_whose_configuration_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{")
     with pytest.raises(ConfigError, match="without a loadable causal language model"):
         load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu")
+
+
+def test_a_model_whose_sampling_settings_transformers_does_not_save_is_saved(tmp_path):
+    """Hub models hold a temperature without ``do_sample``: transformers loads and does not save them."""
+    build_actor().save(tmp_path)
+    given = {"temperature": 0.6, "eos_token_id": [1, 5]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    actor = load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu")
+    actor.save(tmp_path / "saved")
+    saved = load_actor(ModelConfig(name_or_path=str(tmp_path / "saved")), "cpu").model.generation_config
+    assert (saved.do_sample, saved.temperature, saved.eos_token_id) == (True, 0.6, [1, 5])
+
+
+def test_generation_settings_that_no_save_takes_are_refused_before_training():
+    model = build_model()
+    model.generation_config.max_new_tokens = -1
+    with pytest.raises(ConfigError, match=r"generation_config, which transformers does not save.*max_new"):
+        make_actor(model, build_tokenizer())
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("by_peft", [True, False])
+def test_a_model_with_adapters_inside_is_refused(by_peft):
+    """A checkpoint would hold adapters alone, or layers that transformers does not load."""
+    import peft
+
+    model, settings = build_model(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    if by_peft:
+        model = peft.get_peft_model(model, settings).base_model.model
+    else:
+        model.add_adapter(settings)
+    with pytest.raises(ConfigError, match=r"has adapters.*merge_and_unload\(\).*model\.lora\.rank"):
+        make_actor(model, build_tokenizer())
