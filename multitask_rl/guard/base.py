@@ -6,6 +6,7 @@ class in ``guard.plugin``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from numbers import Real
@@ -121,12 +122,20 @@ def checked_numbers(guard: Guard, method: str, given: object) -> dict[str, float
     """Return what ``method`` of ``guard`` returned; ``PluginError`` if it holds anything but numbers."""
     if not isinstance(given, Mapping) or not all(isinstance(value, Real) for value in given.values()):
         raise _wrong(guard, method, given, "a mapping of names to numbers")
-    return dict(given)
+    return {name: float(value) for name, value in given.items()}
+
+
+def checked_factors(guard: Guard) -> dict[str, float]:
+    """Return ``weight_factors`` of ``guard``; ``PluginError`` if one is no factor of a share."""
+    factors = checked_numbers(guard, "weight_factors", given := guard.weight_factors())
+    if not all(0.0 <= factor < math.inf for factor in factors.values()):
+        raise _wrong(guard, "weight_factors", given, "finite numbers >= 0")
+    return factors
 
 
 def checked_factor(guard: Guard, factor: object) -> float:
-    """Return what ``lr_factor`` of ``guard`` returned; ``PluginError`` if it is no number."""
-    if not isinstance(factor, Real):
+    """Return what ``lr_factor`` of ``guard`` returned; ``PluginError`` if it is outside of (0, 1]."""
+    if not isinstance(factor, Real) or not 0.0 < float(factor) <= 1.0:
         raise _wrong(guard, "lr_factor", factor, "a number in (0, 1]")
     return float(factor)
 

@@ -96,6 +96,7 @@ class GuardDecision:
 
     def __post_init__(self) -> None:
         """Read an action that is given by its name; ``PluginError`` if there is none of that name."""
+        object.__setattr__(self, "judged_good", bool(self.judged_good))  # numpy has truth values of its own
         try:
             object.__setattr__(self, "action", GuardAction(self.action))
         except ValueError as error:

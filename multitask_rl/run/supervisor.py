@@ -18,7 +18,7 @@ from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.constraints.satisfaction import PREFIX
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.errors import CheckpointError, GuardStop, MultitaskRLError
-from multitask_rl.guard.base import Guard, checked_decision, checked_numbers
+from multitask_rl.guard.base import Guard, checked_decision, checked_factors, checked_numbers
 from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecision, newest_good
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.report.summary import rows_at_end
@@ -247,7 +247,7 @@ class Supervisor:
             )
             raise GuardStop(f"the guard stopped the run at step {step}: {decision.reason}; {where}")
         is_back = decision.action is GuardAction.rollback and self._roll_back(guard, decision)
-        factors = checked_numbers(guard, "weight_factors", guard.weight_factors())
+        factors = checked_factors(guard)
         self._tell_unknown(guard, factors)
         trained = {name for name, task in self.tasks.items() if task.stream is not None}
         self.scheduler.set_factors({n: f for n, f in factors.items() if n in trained})

@@ -232,7 +232,8 @@ class Answers(Guard):
 def answering(directory, **answers):
     """Return a run of a guard that gives ``answers``."""
     usual = {"decision": "GuardDecision()", "metrics": {}, "factors": {}, "lr": 1.0, "state": {}}
-    (directory / "answers.py").write_text(ANSWERS.format(**usual | answers))
+    source = f"from numpy import bool_, float32, nan\n{ANSWERS.format(**usual | answers)}"
+    (directory / "answers.py").write_text(source)
     guard = GuardConfig(plugin=f"{directory / 'answers.py'}:Answers")
     return Trainer.from_config(run_config(directory, str(directory / "run"), 2, guard=guard))
 
@@ -248,6 +249,15 @@ def test_an_action_may_be_given_by_its_name(space):
     stops = "GuardDecision(action='stop', reason='seen enough')"
     with answering(space, decision=stops) as trainer, pytest.raises(GuardStop, match="step 0: seen enough"):
         trainer.train()
+
+
+def test_numbers_of_numpy_are_answers(space):
+    good = "GuardDecision(judged_good=bool_(True), statistics={'value': float32(0.5)})"
+    with answering(space, decision=good, factors="{'copy': float32(0.5)}", lr="float32(0.5)") as trainer:
+        trainer.train()
+        entries = trainer.parts.supervisor.store.checkpoints.entries
+        assert [entry.judged_good for entry in entries.values()] == [True] * len(entries)
+        assert entries
 
 
 def test_a_factor_of_a_task_that_does_not_exist_is_told_once(space):
@@ -267,7 +277,11 @@ def test_a_factor_of_a_task_that_does_not_exist_is_told_once(space):
         ({"metrics": None}, "Answers.metrics returned None, expected a mapping of names to numbers"),
         ({"metrics": {"guard/x": "high"}}, "Answers.metrics returned {'guard/x': 'high'}, expected"),
         ({"factors": {"copy": None}}, "Answers.weight_factors returned {'copy': None}, expected"),
+        ({"factors": {"copy": float("nan")}}, "Answers.weight_factors returned {'copy': nan}, expected"),
+        ({"factors": {"copy": -1}}, "Answers.weight_factors returned {'copy': -1}, expected"),
         ({"lr": None}, "Answers.lr_factor returned None, expected a number"),
+        ({"lr": -1.0}, "Answers.lr_factor returned -1.0, expected a number in (0, 1]"),
+        ({"lr": 1e9}, "Answers.lr_factor returned 1000000000.0, expected a number in (0, 1]"),
         ({"state": {"seen": {1}}}, "guard: its state cannot be saved: Object of type set is not JSON"),
     ],
 )
