@@ -200,11 +200,11 @@ class Trackers:
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """See ``Tracker``."""
-        self._each(lambda tracker: tracker.log_metrics(metrics, step))
+        self._each(lambda tracker: tracker.log_metrics(dict(metrics), step))  # one may change its own
 
     def log_evaluation(self, evaluations: Mapping[str, TaskEvaluation], step: int) -> None:
         """See ``Tracker``."""
-        self._each(lambda tracker: tracker.log_evaluation(evaluations, step))
+        self._each(lambda tracker: tracker.log_evaluation(dict(evaluations), step))
 
     def log_progress(self, what: str, done: int, total: int) -> None:
         """See ``Tracker``."""
@@ -225,7 +225,7 @@ class Trackers:
 
     def log_rollouts(self, scored: Sequence[Scored], step: int) -> None:
         """See ``Tracker``."""
-        self._each(lambda tracker: tracker.log_rollouts(scored, step))
+        self._each(lambda tracker: tracker.log_rollouts(list(scored), step))
 
     def log_datasets(self, datasets: Sequence[DatasetRecord]) -> None:
         """See ``Tracker``."""

@@ -285,6 +285,39 @@ def test_failing_tracker_is_reported_once_and_left_out(
     assert "step 2  reward 2.000" in capsys.readouterr().out
 
 
+class _Clearing(Tracker):
+    def log_metrics(self, metrics, step):
+        metrics.clear()
+
+    def log_evaluation(self, evaluations, step):
+        evaluations.clear()
+
+    def log_rollouts(self, scored, step):
+        scored.clear()
+
+
+def test_a_tracker_that_changes_what_it_gets_changes_no_record(tmp_path: Path) -> None:
+    class Kept(Tracker):
+        def log_metrics(self, metrics, step):
+            seen.append(dict(metrics))
+
+        def log_evaluation(self, evaluations, step):
+            seen.append(dict(evaluations))
+
+        def log_rollouts(self, scored, step):
+            seen.append(list(scored))
+
+    seen: list[Any] = []
+    further = {"clearing": _Clearing(), "kept": Kept()}
+    trackers = Trackers(tmp_path, TrackingConfig(trackers=[]), None, further)
+    metrics, scored = {"loss": 1.0}, [object()]
+    trackers.log_metrics(metrics, 1)
+    trackers.log_evaluation(metrics, 1)  # type: ignore[arg-type]
+    trackers.log_rollouts(scored, 1)  # type: ignore[arg-type]
+    assert seen == [{"loss": 1.0}, {"loss": 1.0}, scored]
+    assert not trackers.failures
+
+
 class _Named(Tracker):
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
