@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -71,7 +72,14 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()  # it makes the loop at the first call
-        self.close = self._runner.close
+
+    def close(self) -> None:
+        """End the loop, in another thread if this one runs a loop, as that of a notebook does. Idempotent."""
+        if asyncio._get_running_loop() is None:
+            self._runner.close()
+        else:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(self._runner.close).result()
 
     def value_of(self, value: Any) -> Any:
         """Return ``value``, or its result if it is awaitable."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,19 @@ def test_batch_functions_get_lists_and_rows_that_lack_a_column_fail_alone(tmp_pa
     assert values(f"{file}:later", [make_rollout("a", sample=i) for i in range(3)]) == [0, 1, 2]
     failure = grade(f"{file}:scalar", rollouts[:1])[0]
     assert failure.message == "raised TypeError: a batch function returns a list, scalar returned float"
+
+
+def test_an_async_reward_is_closed_where_a_loop_runs(tmp_path: Path) -> None:
+    """In a notebook a loop always runs in the main thread, which closes the rewards at the end of a run."""
+    file = write(tmp_path, "async def f(response):\n    return 1\n")
+    reward = find_plugin("reward", f"{file}:f", "w").build({})
+    assert reward.score([make_rollout("a")]) == [1]
+
+    async def main() -> None:
+        reward.close()
+
+    asyncio.run(main())
+    reward.close()
 
 
 def test_async_functions_run_together_and_time_out_alone(tmp_path: Path) -> None:
