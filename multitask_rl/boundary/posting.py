@@ -1,4 +1,6 @@
-"""HTTP requests to configured servers: no redirects, and a time limit on the whole exchange.
+"""HTTP requests to configured servers: no redirects, a time limit on the whole exchange.
+
+A server of this machine is asked directly: a proxy would look for it on its own machine.
 
 ``urllib`` sends the headers of the first request, bearer token included, to any host that a redirect names.
 Its time limit applies to each read, so a server that sends a byte now and then never reaches it.
@@ -8,13 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import socket
 import threading
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from typing import Any, cast
+
+THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
+
+
+def bypass_proxies() -> None:
+    """Let this process and those that it starts reach servers of this machine without a configured proxy."""
+    for name in ("no_proxy", "NO_PROXY") if urllib.request.getproxies() else ():
+        known = os.environ.get(name, "").split(",")
+        if known != ["*"]:  # every host, as long as it stands alone
+            os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *THIS_MACHINE])))
 
 
 @contextlib.contextmanager
@@ -61,7 +75,10 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
     timer = threading.Timer(timeout, hang_up)
     timer.daemon = True
     timer.start()
-    opener = urllib.request.build_opener(NoRedirect, Handler)
+    handlers: list[Any] = [NoRedirect, Handler]
+    if urllib.parse.urlsplit(request.full_url).hostname in THIS_MACHINE:
+        handlers.append(urllib.request.ProxyHandler({}))
+    opener = urllib.request.build_opener(*handlers)
     try:
         with cast("HTTPResponse", opener.open(request, timeout=timeout)) as response:
             yield response

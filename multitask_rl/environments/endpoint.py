@@ -12,11 +12,9 @@ import contextlib
 import hashlib
 import inspect
 import json
-import os
 import secrets
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -25,6 +23,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any, ClassVar
 
+from multitask_rl.boundary.posting import bypass_proxies
 from multitask_rl.environments.base import ROLES, Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.errors import PluginError
@@ -276,8 +275,7 @@ class Endpoint:
         """Return the address, without a path."""
         with self._lock:
             if self._server is None:
-                for name in ("no_proxy", "NO_PROXY") if urllib.request.getproxies() else ():
-                    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+                bypass_proxies()
                 self._server = _Server(("127.0.0.1", 0), _Handler)
                 serve = self._server.serve_forever
                 threading.Thread(target=serve, name="endpoint", daemon=True).start()

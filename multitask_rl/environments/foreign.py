@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import yaml
 
+from multitask_rl.boundary.posting import bypass_proxies
 from multitask_rl.data.reasoning_gym import answer_in, create_generator, entry_of, score_of
 from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import CallCounts, read_calls
@@ -260,6 +261,7 @@ class OpenEnvWorld(World):
         self.config = config
         self._library = import_extra("openenv", "openenv", f"'openenv:{self.target}' needs openenv")
         is_address = self.target.partition("://")[0] in ("http", "https", "ws", "wss")
+        bypass_proxies()  # also of the client's web sockets
         self._url = self.target.rstrip("/") if is_address else _start_openenv(self.target)
         self._client: Any = None
         self._field = ""

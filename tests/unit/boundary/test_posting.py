@@ -1,15 +1,55 @@
-"""A redirect does not carry a token to another host."""
+"""A redirect does not carry a token to another host; servers of this machine are asked without a proxy."""
 
 from __future__ import annotations
 
 import http.server
+import os
 import threading
 import urllib.error
 import urllib.request
 
 import pytest
 
-from multitask_rl.boundary.posting import open_request
+from multitask_rl.boundary.posting import bypass_proxies, open_request
+
+NOWHERE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_this_machine_is_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setenv("http_proxy", NOWHERE)
+    monkeypatch.delenv("no_proxy", raising=False)
+    kind = http.server.SimpleHTTPRequestHandler
+    monkeypatch.setattr(kind, "log_message", lambda *_: None)
+    with http.server.HTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            request = urllib.request.Request(f"http://{host}:{server.server_port}/")
+            with open_request(request, timeout=5) as answer:
+                assert answer.status == 200
+        finally:
+            server.shutdown()
+            thread.join()
+    with (
+        pytest.raises(OSError, match="refused"),
+        open_request(urllib.request.Request("http://h/"), timeout=5),
+    ):
+        pytest.fail("no proxy was asked")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("", "localhost,127.0.0.1,::1"), ("h", "h,localhost,127.0.0.1,::1"), ("*", "*")]
+)
+def test_proxies_are_bypassed_once(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
+    monkeypatch.setenv("NO_PROXY", before)
+    monkeypatch.setenv("no_proxy", before)
+    monkeypatch.setenv("http_proxy", NOWHERE)
+    bypass_proxies()
+    bypass_proxies()
+    assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == (after, after)
 
 
 def test_a_redirect_is_an_error_and_nothing_is_sent_to_where_it_leads() -> None:

@@ -202,6 +202,15 @@ def test_tools_of_a_server_are_called_and_an_answer_without_a_call_ends_the_epis
     world.close()
 
 
+def test_a_server_of_this_machine_is_played_past_a_proxy(served, monkeypatch):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    world = build(served(Words))
+    assert world.reset({"seed": 5}).messages[0]["content"] == "seed 5"
+    world.close()
+
+
 def test_a_directory_without_a_manifest_is_refused(served, tmp_path):
     with pytest.raises(PluginError, match=r"no directory with openenv\.yaml"):
         build(f"openenv:{tmp_path}")
