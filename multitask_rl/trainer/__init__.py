@@ -503,6 +503,10 @@ def _check_torch() -> None:
             f"torch's default device is {device}; call torch.set_default_device(None). device_map.actor "
             "names the actor's device; without it a GPU is used where there is one"
         )
+    if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise ConfigError(
+            "torch.autocast is on; call the trainer outside. model.autocast=true computes in bfloat16"
+        )
 
 
 def _expect(kind: type, given: object, method: str) -> None:

@@ -154,8 +154,9 @@ def default_dtype(dtype):
         (torch.inference_mode, r"inference_mode\(\) is on, in which nothing is learnt"),
         (lambda: default_dtype(torch.bfloat16), r"dtype is torch.bfloat16; call .*\(torch.float32\)"),
         (lambda: torch.device("meta"), r"device is meta; call torch.set_default_device\(None\)"),
+        (lambda: torch.autocast("cpu"), r"autocast is on; .*model\.autocast=true"),
     ],
-    ids=["inference", "dtype", "device"],
+    ids=["inference", "dtype", "device", "autocast"],
 )
 @pytest.mark.parametrize("is_made", [False, True])
 def test_settings_of_torch_that_break_training_are_refused(setting, message, is_made, finished, tmp_path):
