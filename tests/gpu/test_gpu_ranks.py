@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from model_builders import build_model
 from multitask_rl.config.run import BatchConfig, EvalConfig, ModelConfig
 from multitask_rl.training.backends.ranks import Ranks, host_store
-from multitask_rl.training.backends.sharded import Shards, forward_pass, shard_model
+from multitask_rl.training.backends.sharded import forward_pass, shard_model
 from run_builders import run_config, train, write_run
 
 pytestmark = pytest.mark.gpu
@@ -46,11 +46,10 @@ def test_one_rank_over_nccl_cuts_a_model_and_gets_its_gradient(ranks, begins_on,
     wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
     whole = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    shard_model(model.to(begins_on), ranks, offload=offload)
+    shards = shard_model(model.to(begins_on), ranks, offload=offload)
     home = torch.device("cpu") if offload else ranks.device
     assert {p.device for p in model.parameters()} == {home}
     assert {buffer.device for buffer in model.buffers()} == {ranks.device}
-    shards = Shards(model, ranks)
     assert {part.device for part in shards.local} == {home}
     assert all(torch.equal(shards.gather(n), whole[name]) for n, name in enumerate(shards.names))
     for _ in range(2):

@@ -50,22 +50,27 @@ def blocks(model: Any) -> list[nn.Module]:
     return [module for module in reversed(list(model.modules())) if type(module).__name__ in kinds]
 
 
-def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> ShardSpec:
-    """Give each rank its part of the weights that ``model`` has in rank 0; return the cuts of ``tensor.py``.
+def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> Shards:
+    """Give each rank its part of the weights that ``model`` has in rank 0; return the parts.
 
-    With ``offload`` the parts lie in page-locked host memory, else on the rank's device. They replace the
-    weights in place. Rank 0 sends one block at a time and frees it, so that no other rank and no device of a
-    rank needs room for more than its parts and a block.
+    With ``offload`` they lie in page-locked host memory, else on the rank's device. They replace the weights
+    in place. Rank 0 sends one weight at a time and frees it, so that no other rank and no device of a rank
+    needs room for more than its parts and a block.
     """
-    wholes = take_weights(model)
+    wholes = {name: p.detach() for name, p in model.named_parameters()}
+    _empty(model, list(model.parameters()), torch.device("meta"))
     spec = cut_layers(model, ranks) if ranks.tensor > 1 else ShardSpec()
     mesh = ranks.mesh()
     # bfloat16 gradients are summed in float32, as those of whole models are
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     place = CPUOffloadPolicy() if offload else OffloadPolicy()
     for block in [*blocks(model), model]:
-        _bring_weights(model, block, wholes, spec, ranks)
+        _empty(model, [p for p in block.parameters() if p.is_meta], ranks.device)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=place)
+        for name, own in model.named_parameters():
+            if name in wholes and not own.is_meta:
+                whole = wholes.pop(name)
+                Shards({name: own}, ranks, spec).fill([0], None if ranks.rank else [whole])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # a sum: the loss has counted all ranks' samples
@@ -83,52 +88,21 @@ def shard_model(model: Any, ranks: Ranks, *, offload: bool = False) -> ShardSpec
     # the head is read outside the model's own forward: any function may be the pass
     model.one_pass = MethodType(one_pass, model)
     register_fsdp_forward_method(model, "one_pass")
-    return spec
+    shards = Shards(dict(model.named_parameters()), ranks, spec)
+    if any(p.requires_grad for p in shards.local):  # else a reference
+        shards.catch_gradients(model)
+    return shards
 
 
-def take_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of ``model`` by name, tied ones once, and leave it parameters without memory."""
-    named = dict(model.named_parameters())
-    empty = {
-        p: nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
-        for p in named.values()
+def _empty(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+    """Replace ``parameters``, wherever ``model`` holds them, by some on ``device`` without values."""
+    new = {
+        p: nn.Parameter(torch.empty_like(p, device=device), requires_grad=p.requires_grad) for p in parameters
     }
-    _replace(model, empty)
-    return {name: p.detach() for name, p in named.items()}
-
-
-def _replace(model: nn.Module, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Put the values of ``parameters`` in the place of its keys, wherever ``model`` holds them."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in parameters:
-                module._parameters[name] = parameters[parameter]
-
-
-@torch.no_grad()
-def _bring_weights(
-    model: nn.Module, block: nn.Module, wholes: dict[str, Tensor], spec: ShardSpec, ranks: Ranks
-) -> None:
-    """Fill the parameters of ``block`` that have no memory with those in ``wholes`` of rank 0.
-
-    What is sent leaves ``wholes``. A parameter that ``spec`` cuts gets this peer's part.
-    """
-    names = {p: name for name, p in model.named_parameters()}
-    brought = {}
-    for parameter in block.parameters():
-        if parameter.is_meta:
-            name = names[parameter]
-            shape, dim, given = list(parameter.shape), spec.dims.get(name), wholes.pop(name)
-            if dim is not None:
-                shape[dim] *= ranks.tensor
-            own = torch.empty(shape, dtype=parameter.dtype, device=ranks.device)
-            if not ranks.rank:
-                own.copy_(given)
-            ranks.broadcast([own])
-            if dim is not None:
-                own = own.chunk(ranks.tensor, dim)[ranks.peer_index].clone()
-            brought[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-    _replace(model, brought)
+            if parameter is not None and parameter in new:
+                module._parameters[name] = new[parameter]
 
 
 def forward_pass(model: Any, act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -164,7 +138,7 @@ class ShardedPasses(Passes):
 
 
 class Shards:
-    """This rank's parts of the parameters of ``model``, for which ``shard_model`` returned ``spec``.
+    """This rank's parts of the parameters ``named``, which ``shard_model`` cut, the layers by ``spec``.
 
     A parameter is named by its number, its index in ``names``.
     """
@@ -184,24 +158,22 @@ class Shards:
             The parts of ``actor``, the backend that computes with them, and how its optimizer is shared.
         """
         runner, offload = whole.runner, actor_devices(config).is_offloaded
-        spec = shard_model(actor.model, ranks, offload=offload)
+        shards = shard_model(actor.model, ranks, offload=offload)
         if runner.reference is not None:
             shard_model(runner.reference, ranks, offload=offload)
         actor.compute_on(ranks.device)
         options: Any = {"shares_prompts": shares_prompts, "is_whole": False}
         passes = ShardedPasses(ranks)
         cut = ModelRunner(actor, runner.critic, config, runner.reference, passes=passes, **options)
-        shards = cls(actor.model, ranks, spec)
         trained = [p for p in shards.local if p.requires_grad and p.numel()]
         own = InProcess(cut, whole.tasks, config, trained)
         return shards, own, ShardedState(ranks, shards, list(runner.critic.parameters()))
 
-    def __init__(self, model: Any, ranks: Ranks, spec: ShardSpec | None = None) -> None:
-        self._ranks, self._spec = ranks, spec or ShardSpec()
-        named = dict(model.named_parameters())
+    def __init__(self, named: Mapping[str, Any], ranks: Ranks, spec: ShardSpec) -> None:
+        self._ranks, self._spec = ranks, spec
         self.names = list(named)
         """Names of the parameters; tied ones are there once."""
-        self._dims = [self._spec.dims.get(name) for name in named]
+        self._dims = [spec.dims.get(name) for name in named]
         """[names] the dimension that tensor parallelism cuts, if any."""
         self.parameters: list[Any] = list(named.values())
         """[names] torch's own, or DeepSpeed's."""
@@ -214,6 +186,9 @@ class Shards:
         self._met: set[str] = set()
         """Parameters that a backward pass in this process gave a gradient."""
 
+    def catch_gradients(self, model: nn.Module) -> None:
+        """From now on put the gradients of ``model`` into ``local``, added up in float32."""
+
         @torch.no_grad()
         def collect(local: nn.Parameter, sharded: Any) -> None:
             # torch would add up in the type of the weights
@@ -221,11 +196,11 @@ class Shards:
             sharded.grad = None
             local.grad = arrived if local.grad is None else local.grad.add_(arrived)
 
-        sharded_ids = {id(p) for p in self.parameters}
+        sharded_ids, names = {id(p) for p in self.parameters}, set(self.names)
         for module in [m for m in model.modules() if isinstance(m, FSDPModule)]:
             module.unshard()  # torch gathers into the same parameters every time
             found = model.named_parameters()
-            self._note_gradients({n: p for n, p in found if id(p) not in sharded_ids and n in named})
+            self._note_gradients({n: p for n, p in found if id(p) not in sharded_ids and n in names})
             module.reshard()
         for local, sharded in zip(self.local, self.parameters, strict=True):
             if sharded.requires_grad:
@@ -281,10 +256,11 @@ class Shards:
     def fill(self, numbers: Sequence[int], wholes: Sequence[Tensor] | None = None) -> None:
         """Set this rank's parts of the parameters ``numbers``; rank 0 gives ``wholes``, and all call this."""
         for place, number in enumerate(numbers):
-            dtype = self.parameters[number].dtype
-            whole = torch.empty(self.shape(number), dtype=dtype, device=self._ranks.device)
-            if wholes is not None:
-                whole.copy_(wholes[place])
+            dtype, device = self.parameters[number].dtype, self._ranks.device
+            if wholes is None:
+                whole = torch.empty(self.shape(number), dtype=dtype, device=device)
+            else:
+                whole = wholes[place].to(device, dtype)  # no copy if it is there
             self._ranks.broadcast([whole])
             self._set(number, whole)
 

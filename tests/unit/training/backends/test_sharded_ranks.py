@@ -210,8 +210,7 @@ def one_rank():
 def test_parts_are_cut_as_torch_cuts_them(one_rank):
     actor = build_actor()
     whole = {name: p.detach().clone() for name, p in actor.model.named_parameters()}
-    shard_model(actor.model, one_rank)
-    shards = Shards(actor.model, one_rank)
+    shards = shard_model(actor.model, one_rank)
     assert shards.names == list(whole)
     assert all(torch.equal(shards.gather(n), whole[name]) for n, name in enumerate(shards.names))
     shards.keep()
@@ -230,8 +229,7 @@ def test_blocks_in_blocks_are_cut_and_what_no_rank_met_gets_no_gradient(one_rank
     expected.backward()
     wanted = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    shard_model(model, one_rank)
-    shards = Shards(model, one_rank)
+    shards = shard_model(model, one_rank)
     found = forward_pass(model, lambda: {"sum": model(input_ids=ids).logits.sum()})["sum"]
     torch.testing.assert_close(found, expected)
     found.backward()
@@ -277,8 +275,7 @@ def test_gradients_of_many_micro_batches_add_up_in_float32(one_rank):
     """As those of a whole model in bfloat16, to the last bit: one rank has nothing to sum over ranks."""
     whole, model = build_model().bfloat16(), build_model().bfloat16()
     Masters(whole.parameters())  # gives them gradients in float32
-    shard_model(model, one_rank)
-    shards = Shards(model, one_rank)
+    shards = shard_model(model, one_rank)
     Masters(shards.local)
 
     for start in range(16):
