@@ -111,6 +111,8 @@ class RankGroup(TrainingBackend):
             self._known[number] = self._tensors[number]._version
         self._places: dict[int, int] = {}
         """Number of a tensor -> number of the sharded parameter that it is."""
+        self._wholes = [parameter for group in self.optimizer.parameters for parameter in group]
+        """Trained parameters; the ranks name one by its index."""
         self._is_busy = False
         self._homes = Homes()
         self._num_threads = num_threads
@@ -149,7 +151,6 @@ class RankGroup(TrainingBackend):
             connections.on_lost = ranks.abort
             ranks.before_sum = wait_for_all
             self._rank = Rank(main, ranks, self._tensors, config, shards)
-            self._wholes = self._rank.state.parameters
             self._synchronise()
             if shards is not None or context > 1:
                 # the kernels of a GPU do not run on weights in host memory
@@ -176,8 +177,6 @@ class RankGroup(TrainingBackend):
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
         ranks, home = self._rank.ranks, next(actor.model.parameters()).device
-        self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
-        gone = [at[p.data_ptr()] for p in (() if reference is None else reference.parameters())]
         traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
         whole = {n: p for n, p in actor.model.named_parameters() if not (is_adapted and p.requires_grad)}
@@ -185,18 +184,19 @@ class RankGroup(TrainingBackend):
         same |= {id(p): torch.nn.Parameter(p.detach(), p.requires_grad) for p in whole.values()}
         double = Actor(copy.deepcopy(actor.model, same), actor.tokenizer, actor.config)
         del same
-        others = ([*self._places, *gone], *traits)
+        self._places = {at[p.data_ptr()]: number for number, p in enumerate(actor.model.parameters())}
+        for parameter in (*whole.values(), *(() if reference is None else reference.parameters())):
+            number = at[parameter.data_ptr()]
+            self._tensors[number] = torch.empty(0)  # so that its memory can be freed
+            self._places.pop(number, None)
         for parameter in whole.values():
-            gone.append(at[parameter.data_ptr()])
-            self._places.pop(gone[-1])
             nothing = torch.full((), math.nan, dtype=parameter.dtype, device=ranks.device)
             parameter.data = nothing.expand(parameter.shape)
         self._emptied, self._home = whole, home
         for parameter in actor.model.parameters():
             parameter.data = parameter.data.to(ranks.device)  # adapters
-        self._call("shard", each=[(gone, *traits, double), *[others] * len(self._others)])
+        self._call("shard", each=[(*traits, double), *[traits] * len(self._others)])
         self._remember()
-        self._wholes = [*actor.trainable_parameters(), *self.optimizer.parameters[1]]
         numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}
         named = actor.model.named_parameters(remove_duplicate=False)
         self._numbers = {name: numbers[id(p)] for name, p in named}

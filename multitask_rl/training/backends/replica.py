@@ -172,23 +172,14 @@ class Rank:
         self.ranks.broadcast([self._tensors[i] for i in numbers])
         self._has_new_weights = True
 
-    def shard(
-        self,
-        gone: Sequence[int],
-        shares_prompts: bool,
-        can_split_head: bool,
-        actor: Actor | None = None,
-    ) -> None:
+    def shard(self, shares_prompts: bool, can_split_head: bool, actor: Actor | None = None) -> None:
         """Cut the actor and the reference in place to this rank's parts.
 
         Args:
-            gone: numbers of their tensors.
             shares_prompts: result of ``supports_shared_prompts``, which needs the whole model.
             can_split_head: whether ``split_head`` splits the whole model.
             actor: rank 0 cuts this one, with the same weights as its own.
         """
-        for number in gone:
-            self._tensors[number] = torch.empty(0)
         actor = actor or self.own.runner.actor
         assert self._shards is not None, "these ranks hold copies"
         cut = self._shards.cut_models(actor, self.own, self._config, self.ranks, shares_prompts)
