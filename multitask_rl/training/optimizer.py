@@ -96,11 +96,8 @@ class ActorCriticOptimizer:
         )
         self.scales_loss = scales_loss
         self._first_scale = self._scale = FIRST_SCALE if scales_loss else 1.0
-        self._sharing = StateSharing(actor, critic)
-
-    def share_out(self, sharing: StateSharing) -> None:
-        """Update only this process's own parameters from now on."""
-        self._sharing = sharing
+        self.sharing = StateSharing(actor, critic)
+        """How processes divide the state: this one updates its own parameters alone."""
 
     @property
     def state_bytes(self) -> int:
@@ -133,8 +130,8 @@ class ActorCriticOptimizer:
             grads = [p.grad for p in group if p.grad is not None]
             if grads:  # a step without a gradient moves nothing
                 torch._foreach_div_(grads, self.loss_scale)
-        self._sharing.sum_gradients()
-        norms = self._sharing.norms()
+        self.sharing.sum_gradients()
+        norms = self.sharing.norms()
         if not all(norm is None or math.isfinite(norm) for norm in norms):
             self.zero_grad()
             self._rescale(SHRINKAGE)
@@ -152,7 +149,7 @@ class ActorCriticOptimizer:
             active["params"], active["lr"] = params, rate * factor
         self._adamw.step()
         self._masters.give_weights()
-        self._sharing.send_weights()
+        self.sharing.send_weights()
         names = ("grad_norm", "critic_grad_norm")
         return {name: norm for name, norm in zip(names, norms, strict=True) if norm is not None}
 

@@ -357,8 +357,8 @@ class ZeroOptimizer(ActorCriticOptimizer):
 
     def step(self, factor: float) -> dict[str, float] | None:
         """See ``ActorCriticOptimizer``."""
-        assert isinstance(self._sharing, ZeroState)
-        self._sharing.move_actor = partial(self._shards.step, factor * self._rates[0])
+        assert isinstance(self.sharing, ZeroState)
+        self.sharing.move_actor = partial(self._shards.step, factor * self._rates[0])
         return super().step(factor)
 
     def tensors(self, names: Mapping[int, str]) -> dict[str, Tensor]:

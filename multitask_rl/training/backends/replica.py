@@ -161,7 +161,7 @@ class Rank:
         self.own, self.ranks, self._tensors, self._config = own, ranks, tensors, config
         self._shards = shards
         self.state = SharedState(ranks, *own.optimizer.parameters)
-        own.optimizer.share_out(self.state)
+        own.optimizer.sharing = self.state
         if ranks.context > 1:
             own.runner.passes = ContextPasses(ranks)
         self._has_new_weights = False
@@ -187,7 +187,7 @@ class Rank:
         for model in (actor.model, self.own.runner.reference):
             if model is not None:
                 assume_split(model, can_split_head)
-        self.own.optimizer.share_out(self.state)
+        self.own.optimizer.sharing = self.state
 
     def gather(self, numbers: Sequence[int]) -> list[torch.Tensor] | None:
         """Return the whole sharded parameters ``numbers`` at rank 0, None elsewhere."""
