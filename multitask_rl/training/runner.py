@@ -136,9 +136,6 @@ class ModelRunner:
         actor, critic, config: those of the run.
         reference: model that the KL is measured to; None = the actor without its adapters.
         teachers: by task; each has as many logits as the actor.
-        passes: how micro-batches go through the models; None = whole, in this process.
-        shares_prompts: whether the models can compute a group's prompt once; None = tried on first use.
-        is_whole: this process has all of the actor's weights, so the layout can be tried.
 
     Raises:
         ConfigError: the model cannot do the configured ``batch.layout``.
@@ -152,11 +149,9 @@ class ModelRunner:
         reference: PreTrainedModel | None = None,
         *,
         teachers: Mapping[str, PreTrainedModel] | None = None,
-        passes: Passes | None = None,
-        shares_prompts: bool | None = None,
-        is_whole: bool = True,
     ) -> None:
-        self.passes = passes or Passes()
+        self.passes = Passes()
+        """How micro-batches go through the models; learner ranks set others."""
         self.actor = actor
         self.critic = critic
         self.reference = reference
@@ -165,11 +160,12 @@ class ModelRunner:
         self.average = AveragedReference(reference, decay) if reference is not None and decay < 1.0 else None
         """Moves the reference; None if it is fixed."""
         self._config = config
-        self._shares_prompts = shares_prompts
-        if is_whole and config.batch.layout == "shared":
+        self.shares_prompts: bool | None = None
+        """Whether the models can compute a group's prompt once; None: not tried yet."""
+        if config.batch.layout == "shared":
             self._layout()  # refused before anything is sampled
         unable = None
-        if is_whole and config.batch.layout == "packed":
+        if config.batch.layout == "packed":
             unable = next((m for m in self._laid_out() if not supports_packing(m)), None)
         if unable is not None:
             raise ConfigError(
@@ -226,16 +222,16 @@ class ModelRunner:
         if layout not in ("auto", "shared"):
             return layout
         unable: Any = self.actor.model
-        if self._shares_prompts is None:
+        if self.shares_prompts is None:
             unable = next((m for m in self._laid_out() if not supports_shared_prompts(m)), None)
-            self._shares_prompts = unable is None
-        if layout == "shared" and not self._shares_prompts:
+            self.shares_prompts = unable is None
+        if layout == "shared" and not self.shares_prompts:
             raise ConfigError(
                 f"batch.layout=shared: {type(unable).__name__} cannot share a group's prompt (it "
                 "attends through windows, has another state than keys and values, or its attention does not "
                 "go through the interface of transformers); set batch.layout=auto"
             )
-        return "shared" if self._shares_prompts else "bucketed"
+        return "shared" if self.shares_prompts else "bucketed"
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """Return the context manager that sets the attention of the models.
@@ -247,7 +243,7 @@ class ModelRunner:
         attention = self.passes.attention(models)
         if attention is not None:
             return attention
-        if not self._shares_prompts:
+        if not self.shares_prompts:
             return contextlib.nullcontext()
         return use_attention(models + ([] if self.critic.trunk is None else [self.critic.trunk]), BLOCKS)
 

@@ -8,6 +8,7 @@ Source: Rajbhandari et al., "ZeRO" (arXiv:1910.02054).
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import warnings
@@ -37,7 +38,6 @@ from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.forward import TokenOutputs, forward_tokens
 from multitask_rl.training.microbatch import MicroBatch
 from multitask_rl.training.optimizer import ActorCriticOptimizer
-from multitask_rl.training.runner import ModelRunner
 
 _OLDEST = "0.19.8"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -174,17 +174,15 @@ class ZeroShards(Shards):
 
     @classmethod
     def cut_models(
-        cls, actor: Actor, whole: InProcess, config: RunConfig, ranks: Ranks, shares_prompts: bool
+        cls, actor: Actor, whole: InProcess, config: RunConfig, ranks: Ranks
     ) -> tuple[Shards, InProcess, SharedState]:
         """See ``Shards``; in stage 2 the reference stays whole."""
-        shards, runner = cls(actor, config, ranks), whole.runner
+        shards, runner = cls(actor, config, ranks), copy.copy(whole.runner)
         engines = {id(actor.model): shards.engine}
         if runner.reference is not None and shards.stage == 3:
             engines[id(runner.reference)] = shards.hold(runner.reference, None)
-        options: Any = {"shares_prompts": shares_prompts, "is_whole": False}
-        passes = ZeroPasses(ranks, engines, shards.stage)
-        cut = ModelRunner(actor, runner.critic, config, runner.reference, passes=passes, **options)
-        own, critic = InProcess(cut, whole.tasks, config, []), list(runner.critic.parameters())
+        runner.actor, runner.passes = actor, ZeroPasses(ranks, engines, shards.stage)
+        own, critic = InProcess(runner, whole.tasks, config, []), list(runner.critic.parameters())
         own.optimizer = ZeroOptimizer(shards, critic, config, ranks.size)
         return shards, own, ZeroState(ranks, shards, critic)
 

@@ -89,12 +89,13 @@ class RankGroup(TrainingBackend):
         self._others = range(1, self.num_ranks)
         if shards is not None:
             check_shardable(runner, layout.tensor, shards.settings)
+            # ranks with parts of the model cannot try it
+            runner.shares_prompts = supports_shared_prompts(runner.actor.model)
         if context > 1:
             check_windows(runner.actor.model)
         sizes = (self.num_ranks, context, layout.tensor, layout.parts if layout.is_sharded else 0)
-        models = (runner.actor, runner.critic, runner.reference, runner.average, runner.teachers)
         try:
-            frozen, self._tensors = freeze((*models, main.tasks, config))
+            frozen, self._tensors = freeze((runner, main.tasks, config))
         except (pickle.PicklingError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"learner ranks: the models cannot be sent to other processes: {error}; "
@@ -177,7 +178,7 @@ class RankGroup(TrainingBackend):
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
         ranks, home = self._rank.ranks, next(actor.model.parameters()).device
-        traits = supports_shared_prompts(actor.model), split_head(actor.model) is not None
+        can_split_head = split_head(actor.model) is not None
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
         whole = {n: p for n, p in actor.model.named_parameters() if not (is_adapted and p.requires_grad)}
         same: dict[int, Any] = {id(buffer): buffer for buffer in actor.model.buffers()}
@@ -195,7 +196,7 @@ class RankGroup(TrainingBackend):
         self._emptied, self._home = whole, home
         for parameter in actor.model.parameters():
             parameter.data = parameter.data.to(ranks.device)  # adapters
-        self._call("shard", each=[(*traits, double), *[traits] * len(self._others)])
+        self._call("shard", each=[(can_split_head, double), *[(can_split_head,)] * len(self._others)])
         self._remember()
         numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}
         named = actor.model.named_parameters(remove_duplicate=False)

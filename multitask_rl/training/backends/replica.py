@@ -43,7 +43,6 @@ from multitask_rl.training.backends.sharded import Shards, probe
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
 from multitask_rl.training.forward import assume_split
-from multitask_rl.training.runner import ModelRunner
 
 _END_WITHIN_S = 2.0
 """A rank ends within this many seconds after rank 0."""
@@ -61,7 +60,7 @@ class Setup:
     """[ranks] (actor's device, critic's device)."""
     num_threads: int
     frozen: bytes
-    """Actor, critic, reference, tasks and configuration without their tensors (``skeleton.freeze``)."""
+    """The ``ModelRunner``, tasks and configuration without their tensors (``skeleton.freeze``)."""
     shards: type[Shards] | None
     absent: frozenset[int] = frozenset()
     """Numbers of the tensors of which the rank gets parts later; until then they have no memory."""
@@ -172,17 +171,16 @@ class Rank:
         self.ranks.broadcast([self._tensors[i] for i in numbers])
         self._has_new_weights = True
 
-    def shard(self, shares_prompts: bool, can_split_head: bool, actor: Actor | None = None) -> None:
+    def shard(self, can_split_head: bool, actor: Actor | None = None) -> None:
         """Cut the actor and the reference in place to this rank's parts.
 
         Args:
-            shares_prompts: result of ``supports_shared_prompts``, which needs the whole model.
             can_split_head: whether ``split_head`` splits the whole model.
             actor: rank 0 cuts this one, with the same weights as its own.
         """
         actor = actor or self.own.runner.actor
         assert self._shards is not None, "these ranks hold copies"
-        cut = self._shards.cut_models(actor, self.own, self._config, self.ranks, shares_prompts)
+        cut = self._shards.cut_models(actor, self.own, self._config, self.ranks)
         self.shards, self.own, self.state = cut
         for model in (actor.model, self.own.runner.reference):
             if model is not None:
@@ -289,10 +287,10 @@ class Replica(Rank):
         self._engine: RolloutEngine | None = None
         main, own = setup.devices[0], setup.devices[rank]
         places = {main[1]: own[1], main[0]: own[0]}
-        thawed, tensors = thaw(setup.frozen, places, setup.absent)
-        actor, critic, reference, average, teachers, tasks, config = thawed
+        (runner, tasks, config), tensors = thaw(setup.frozen, places, setup.absent)
+        actor, critic = runner.actor, runner.critic
         multiply_with_onednn(actor.hidden_size)
-        for model in (actor.model, reference, critic.trunk, *teachers.values()):
+        for model in (actor.model, runner.reference, critic.trunk, *runner.teachers.values()):
             if model is not None:
                 register_outputs(model)
         critic.device = torch.device(places[str(critic.device)])
@@ -302,8 +300,6 @@ class Replica(Rank):
         ranks.before_sum = lambda: channel.send(("arrived", time.monotonic()))
         if config.model.compile:
             compile_blocks(actor.model)
-        runner = ModelRunner(actor, critic, config, reference, teachers=teachers, is_whole=False)
-        runner.average = average
         super().__init__(InProcess(runner, tasks, config), ranks, tensors, config, setup.shards)
 
     def sample(self, requests: Sequence[GenerationRequest]) -> None:

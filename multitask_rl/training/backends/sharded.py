@@ -12,6 +12,7 @@ Ren et al., "ZeRO-Offload" (arXiv:2101.06840).
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MethodType
@@ -150,23 +151,21 @@ class Shards:
 
     @classmethod
     def cut_models(
-        cls, actor: Actor, whole: InProcess, config: RunConfig, ranks: Ranks, shares_prompts: bool
+        cls, actor: Actor, whole: InProcess, config: RunConfig, ranks: Ranks
     ) -> tuple[Shards, InProcess, SharedState]:
         """Cut ``actor`` and the reference of ``whole`` in place to this rank's parts.
 
         Returns:
             The parts of ``actor``, the backend that computes with them, and how its optimizer is shared.
         """
-        runner, offload = whole.runner, actor_devices(config).is_offloaded
+        runner, offload = copy.copy(whole.runner), actor_devices(config).is_offloaded
         shards = shard_model(actor.model, ranks, offload=offload)
         if runner.reference is not None:
             shard_model(runner.reference, ranks, offload=offload)
         actor.compute_on(ranks.device)
-        options: Any = {"shares_prompts": shares_prompts, "is_whole": False}
-        passes = ShardedPasses(ranks)
-        cut = ModelRunner(actor, runner.critic, config, runner.reference, passes=passes, **options)
+        runner.actor, runner.passes = actor, ShardedPasses(ranks)
         trained = [p for p in shards.local if p.requires_grad and p.numel()]
-        own = InProcess(cut, whole.tasks, config, trained)
+        own = InProcess(runner, whole.tasks, config, trained)
         return shards, own, ShardedState(ranks, shards, list(runner.critic.parameters()))
 
     def __init__(self, named: Mapping[str, Any], ranks: Ranks, spec: ShardSpec) -> None:

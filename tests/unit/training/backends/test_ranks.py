@@ -262,7 +262,7 @@ def test_a_signal_while_a_lost_rank_is_looked_for_does_not_make_the_next_call_wa
 def test_a_rank_whose_trainer_dies_while_all_meet_ends_at_once():
     bench = Bench()
     runner = bench.main.runner
-    frozen, _ = freeze((runner.actor, runner.critic, None, None, {}, bench.main.tasks, bench.config))
+    frozen, _ = freeze((runner, bench.main.tasks, bench.config))
     devices = [("cpu", "cpu")] * 2
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as store:
         ports = [s.getsockname()[1] for s in (server, store)]
