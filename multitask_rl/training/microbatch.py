@@ -122,9 +122,8 @@ def build_microbatches(
     chunks = [order]
     if layout == "bucketed":
         # cut where padding would cost more than another forward
-        sizes = cut_by_length([lengths[i] for i in order], own_cells=FORWARD_CELLS)
-        samples = iter(order)
-        chunks = [[next(samples) for _ in range(size)] for size in sizes]
+        cuts = cut_by_length([lengths[i] for i in order], own_cells=FORWARD_CELLS)
+        chunks = [order[cut] for cut in cuts]
     batches: list[list[int]] = []
     for similar in chunks:
         used = 0

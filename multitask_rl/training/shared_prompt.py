@@ -61,8 +61,8 @@ class SharedPart:
         return replace(self, **moved, responses=rows)
 
 
-def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
-    """Return the sizes of chunks of ascending ``lengths`` with the least total cost.
+def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[slice]:
+    """Cut ascending ``lengths`` into chunks with the least total cost.
 
     A chunk costs its cells (rows times longest row) and ``own_cells``.
     """
@@ -83,12 +83,12 @@ def cut_by_length(lengths: Sequence[int], *, own_cells: int) -> list[int]:
                 cost, cut = candidate, i
         best.append(cost)
         start.append(cut)
-    sizes: list[int] = []
+    cuts: list[slice] = []
     j = len(runs)
     while j:
-        sizes.append(ends[j] - ends[start[j]])
+        cuts.append(slice(ends[start[j]], ends[j]))
         j = start[j]
-    return sizes[::-1]
+    return cuts[::-1]
 
 
 def cut_prompts(
@@ -128,7 +128,7 @@ def cut_prompts(
         cells: int = sum(
             (cut.stop - cut.start) * lengths[cut.stop - 1]
             for lengths in map(sorted, kinds)
-            for cut in _cut(lengths, block_cells)
+            for cut in cut_by_length(lengths, own_cells=block_cells)
         )
         return cells + sum(len(prompts[i]) - 1 for i in together) // KEYS_OF_A_CELL
 
@@ -189,7 +189,7 @@ def make_part(
     prefixes: list[Block] = []
     answers: list[Block] = []
     for rows in (heads, behind, whole):
-        for cut in _cut([len(tokens) for tokens, _, _ in rows], block_cells):
+        for cut in cut_by_length([len(tokens) for tokens, _, _ in rows], own_cells=block_cells):
             own = [numbers[tuple(prompts[i])] for i in together[cut]] if rows is behind else None
             prompt = None if own is None else torch.tensor(own)
             block = Block(rows=cut.stop - cut.start, width=write(rows[cut]), prompt=prompt)
@@ -211,12 +211,6 @@ def _split(indices: Sequence[int], prompts: Sequence[Sequence[int]]) -> tuple[li
     counts = Counter(tuple(prompts[i]) for i in indices)
     together = [i for i in indices if counts[tuple(prompts[i])] > 1]
     return together, [i for i in indices if counts[tuple(prompts[i])] == 1]
-
-
-def _cut(lengths: Sequence[int], block_cells: int) -> list[slice]:
-    """Cut rows of ascending ``lengths`` into blocks."""
-    sizes = cut_by_length(lengths, own_cells=block_cells)
-    return [slice(end - size, end) for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
 
 
 def read_shared(
