@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.devices import parse_devices, resolve_devices
-from multitask_rl.config.run import ModelConfig, RolloutConfig
+from multitask_rl.config.run import CriticConfig, ModelConfig, RolloutConfig
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.errors import ConfigError
@@ -66,7 +66,7 @@ def get_actor_critic(
     actor.engine = "vllm" if use_vllm else ""
     actor.device_map = dict(device_map or {})
     trunk = "separate" if "critic" in devices and devices["critic"] != devices.get("actor") else critic_trunk
-    return actor, Critic(trunk=trunk, device=devices.get("critic", str(actor.device)))
+    return actor, Critic(CriticConfig(trunk=trunk), devices.get("critic", str(actor.device)))
 
 
 class HfModelAdapter(Actor):

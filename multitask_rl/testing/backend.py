@@ -73,7 +73,7 @@ class _Bench:
 
     def __init__(self, backend_class: type[TrainingBackend], config: RunConfig) -> None:
         self.actor = tiny_actor()
-        self.critic = Critic(trunk=config.critic.trunk)
+        self.critic = Critic(config.critic)
         self.critic.build(self.actor, ["a"])
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

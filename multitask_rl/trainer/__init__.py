@@ -164,7 +164,7 @@ class Trainer:
                 actor.place(wanted, on_host=on_host)
             self.actor = actor or load_actor(config.model, wanted, config.seed, tokenizer, on_host=on_host)
             device = plan.devices.get("critic", str(self.actor.device))
-            self.critic = critic or Critic(config.critic.trunk, device, config.critic)
+            self.critic = critic or Critic(config.critic, device)
             self.tasks = build_task_states(plan.specs, plan.algorithms, plan.rows, config, self.actor)
 
     @classmethod

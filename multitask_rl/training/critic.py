@@ -28,10 +28,9 @@ class Critic(nn.Module):
     actor, or the one that ``config`` names. Heads start at zero: the first advantages are the plain returns.
     """
 
-    def __init__(self, trunk: str = "actor", device: str = "cpu", config: CriticConfig | None = None) -> None:
+    def __init__(self, config: CriticConfig | None = None, device: str = "cpu") -> None:
         super().__init__()
-        self._config = config or CriticConfig(trunk=trunk)
-        self.trunk_kind = trunk
+        self._config = config or CriticConfig()
         self.device = torch.device(device)
         self.trunk: PreTrainedModel | None = None
         self.heads = nn.ModuleDict()
@@ -47,7 +46,7 @@ class Critic(nn.Module):
         """
         if not tasks:
             return
-        if self.trunk_kind == "separate" and self.trunk is None:
+        if self._config.trunk == "separate" and self.trunk is None:
             self._actor = actor
             self.trunk = self._load_trunk(actor).requires_grad_(True)
         width = actor.hidden_size

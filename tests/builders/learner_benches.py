@@ -15,6 +15,7 @@ from multitask_rl.algorithms.reward_conditioned import RewardConditioned
 from multitask_rl.algorithms.sft import SFT
 from multitask_rl.config.run import (
     BatchConfig,
+    CriticConfig,
     ModelConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -84,7 +85,7 @@ class Bench:
             self.algorithms["b"] = SFT(SFT.Config())
         if kl is not None:
             specs["b"].kl = kl
-        critic = Critic(trunk=trunk)
+        critic = Critic(CriticConfig(trunk=trunk))
         critic.build(self.actor, ["a"])
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

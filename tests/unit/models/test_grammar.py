@@ -214,7 +214,7 @@ def test_a_task_without_grammar_pays_nothing_and_learns_bitwise_the_same_beside_
     actor = build_actor()
     scored = sample_scored(actor, "b")
     assert actor._grammars is None
-    runner = ModelRunner(actor, Critic(trunk="actor"), RunConfig())
+    runner = ModelRunner(actor, Critic(), RunConfig())
     samples = Bench().algorithms["b"].select(scored)
     assert all(s.response_ids is s.scored.rollout.response_ids for s in samples)
     free = [runner.forward(b, samples, want_logits=True).logits for b in runner.cut(samples)]

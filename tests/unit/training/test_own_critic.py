@@ -36,7 +36,7 @@ def wider(tmp_path: Path) -> Path:
 def build(config: CriticConfig, *, control_tokens: int = 0) -> Critic:
     actor = build_actor()
     actor.add_control_tokens(control_tokens)
-    critic = Critic(config.trunk, "cpu", config)
+    critic = Critic(config)
     critic.build(actor, ["a"])
     return critic
 
@@ -59,7 +59,7 @@ def test_values_are_read_from_the_model_that_is_named(wider: Path) -> None:
 def values(layout: str, model: PreTrainedModel) -> list[torch.Tensor]:
     """Return the values that a critic with ``model`` gives to responses of two prompts, in this layout."""
     actor = build_actor()
-    critic = Critic("separate")
+    critic = Critic(CriticConfig(trunk="separate"))
     critic.trunk = model
     critic.build(actor, ["a"])
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_copy_of_an_actor_with_adapters_has_their_dropout_however_it_keeps_act
 ) -> None:
     lora = LoraConfig(rank=2, dropout=0.5)
     actor = Actor(add_adapters(build_model(), lora), build_tokenizer(), ModelConfig(lora=lora))
-    critic = Critic("separate", config=CriticConfig(trunk="separate", gradient_checkpointing=checkpointing))
+    critic = Critic(CriticConfig(trunk="separate", gradient_checkpointing=checkpointing))
     critic.build(actor, ["a"])
     assert critic.trunk is not None
     dropouts = [m for n, m in critic.trunk.named_modules() if n.endswith("lora_dropout.default")]
@@ -137,7 +137,7 @@ def test_a_copy_of_an_actor_with_adapters_has_their_dropout_however_it_keeps_act
 def test_beside_an_actor_with_adapters_all_weights_of_its_copy_are_trained() -> None:
     lora = LoraConfig(rank=2)
     actor = Actor(add_adapters(build_model(), lora), build_tokenizer(), ModelConfig(lora=lora))
-    critic = Critic("separate", config=CriticConfig(trunk="separate"))
+    critic = Critic(CriticConfig(trunk="separate"))
     critic.build(actor, ["a"])
     assert critic.trunk is not None
     trained = {name for name, p in critic.trunk.named_parameters() if p.requires_grad}

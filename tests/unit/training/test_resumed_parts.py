@@ -230,7 +230,7 @@ def test_a_renamed_task_keeps_its_head_and_the_optimizer_state_of_it() -> None:
 
 def test_a_trunk_of_another_model_in_a_checkpoint_is_refused_and_a_head_of_a_removed_task_is_not() -> None:
     def build(*tasks: str) -> Critic:
-        critic = Critic("separate")
+        critic = Critic(CriticConfig(trunk="separate"))
         critic.build(build_actor(), tasks)
         return critic
 
