@@ -129,6 +129,6 @@ class WeightParts(Protocol):
         """Set the parts of all processes from whole ``weights``."""
         ...
 
-    def keep(self) -> Callable[[], None]:
+    def keep(self) -> Callable[[], Any]:
         """Return a function that sets the parts of all processes to what they are now."""
         ...

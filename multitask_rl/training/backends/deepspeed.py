@@ -324,15 +324,15 @@ class ZeroState(SharedState):
         """
         return [self.move_actor(), super().norms()[1]]
 
-    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+    def deal(self, number: int, value: Tensor) -> list[tuple[int, Tensor]]:
         """See ``SharedState``."""
-        if int(name.partition("|")[0]) >= self._num_trained:
-            return super().deal(name, value)
+        if number >= self._num_trained:
+            return super().deal(number, value)
         return [(rank, value) for rank in range(self._ranks.size)]
 
-    def is_first(self, name: str) -> bool:
+    def is_first(self, number: int) -> bool:
         """See ``SharedState``."""
-        return self._ranks.rank == 0 or int(name.partition("|")[0]) >= self._num_trained
+        return self._ranks.rank == 0 or number >= self._num_trained
 
 
 class ZeroOptimizer(ActorCriticOptimizer):

@@ -14,6 +14,7 @@ import pickle
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -400,14 +401,10 @@ class RankGroup(TrainingBackend):
             if name in weights:
                 buffer.copy_(weights[name])
 
-    def keep(self) -> Callable[[], None]:
+    def keep(self) -> Callable[[], Any]:
         """See ``WeightParts``."""
         self._call("shards.keep")
-
-        def restore() -> None:
-            self._call("shards.restore")
-
-        return restore
+        return partial(self._call, "shards.restore")
 
     def _fill_parts(self, numbers: Sequence[int], wholes: Sequence[torch.Tensor]) -> None:
         self._call("shards.fill", each=[(numbers, wholes), *[(numbers,)] * len(self._others)])
@@ -443,10 +440,9 @@ class RankGroup(TrainingBackend):
         numbers = {id(p): number for number, p in enumerate(self._wholes)}
         parts: list[dict[str, torch.Tensor]] = [{} for _ in range(self.num_ranks)]
         for parameter, key, value in fitting_state(tensors, parameters):
-            if id(parameter) in numbers:
-                name = f"{numbers[id(parameter)]}|{key}"
-                for rank, part in self._rank.state.deal(name, value):
-                    parts[rank][name] = part
+            if (number := numbers.get(id(parameter))) is not None:
+                for rank, part in self._rank.state.deal(number, value):
+                    parts[rank][f"{number}|{key}"] = part
         described = [({name: value.to("meta") for name, value in part.items()},) for part in parts[1:]]
         self._call("load_optimizer", each=[(parts[0], parts[1:]), *described])
 

@@ -267,11 +267,16 @@ class Rank:
         for rank, part in enumerate(described[1:], start=1):
             for name, like in part.items():
                 parts.setdefault(name, []).append(self.ranks.receive(like, rank))
-        return {name: self.state.join(name, found) for name, found in parts.items()}
+        return {name: self.state.join(_number(name), found) for name, found in parts.items()}
 
     def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
         found = self.own.optimizer.tensors(self.state.names)
-        return {name: tensor for name, tensor in found.items() if self.state.is_first(name)}
+        return {name: tensor for name, tensor in found.items() if self.state.is_first(_number(name))}
+
+
+def _number(name: str) -> int:
+    """Return the number of the parameter whose state is named ``<number>|<key>``."""
+    return int(name.partition("|")[0])
 
 
 class _Stopped(Exception):

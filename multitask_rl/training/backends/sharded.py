@@ -351,24 +351,21 @@ class ShardedState(SharedState):
         norm, number = float(total[0].sqrt()), float(total[1])
         return [norm if number else None, super().norms()[1]]
 
-    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
+    def deal(self, number: int, value: Tensor) -> list[tuple[int, Tensor]]:
         """See ``SharedState``."""
-        number = int(name.partition("|")[0])
         if number >= len(self._trained):
-            return super().deal(name, value)
+            return super().deal(number, value)
         shard = self._trained[number]
         parts = self.shards.cut(shard, value.expand(self.shards.shape(shard)))
         # a scalar goes whole to every rank with a part of the parameter
         return [(rank, part if value.dim() else value) for rank, part in enumerate(parts) if part.numel()]
 
-    def is_first(self, name: str) -> bool:
+    def is_first(self, number: int) -> bool:
         """See ``SharedState``."""
-        is_part = int(name.partition("|")[0]) < len(self._trained)
-        return not is_part or self._ranks.rank < self._ranks.copy_size
+        return number >= len(self._trained) or self._ranks.rank < self._ranks.copy_size
 
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
         """See ``SharedState``."""
-        number = int(name.partition("|")[0])
         if number >= len(self._trained) or not parts[0].dim():
             return parts[0]
         return self.shards.join(self._trained[number], parts)

@@ -110,16 +110,16 @@ class SharedState(StateSharing):
                     parameter.copy_(part)
         ranks.traffic.seconds += time.monotonic() - began
 
-    def deal(self, name: str, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return rank and part for each rank that keeps a part of ``value``, the state ``<number>|<key>``."""
-        return [(self._owner[self.numbered[name.partition("|")[0]]], value)]
+    def deal(self, number: int, value: Tensor) -> list[tuple[int, Tensor]]:
+        """Return rank and part for each rank that keeps a part of ``value``, a state of a parameter."""
+        return [(self._owner[self.numbered[str(number)]], value)]
 
-    def is_first(self, name: str) -> bool:
-        """Whether no rank before this one has the same part of the state ``<number>|<key>``."""
+    def is_first(self, number: int) -> bool:
+        """Whether no rank before this one has the same part of the states of a parameter."""
         return True
 
-    def join(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Return the state ``<number>|<key>`` from the parts of the ranks, in their order."""
+    def join(self, number: int, parts: Sequence[Tensor]) -> Tensor:
+        """Return a state of a parameter from the parts of the ranks, in their order."""
         return parts[0]
 
     def _buckets(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
