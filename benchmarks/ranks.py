@@ -41,6 +41,7 @@ from multitask_rl.training.backends.build import LocalRank
 from multitask_rl.training.backends.deepspeed import DeepSpeedBackend
 from multitask_rl.training.backends.in_process import InProcess
 from multitask_rl.training.backends.rank_group import RankGroup
+from multitask_rl.training.backends.sharded import Shards
 from multitask_rl.training.critic import Critic
 from multitask_rl.training.learner import Learner
 from multitask_rl.training.runner import ModelRunner
@@ -192,8 +193,11 @@ def build(
 ) -> tuple[Learner, list[int]]:
     """Return a learner and the processes it computes in; ``stage``: of DeepSpeed's ZeRO."""
     actor = load_actor(ModelConfig(name_or_path=folder), "cpu")
+    cut = f" sharded tensor={tensor}" if sharded else ""
+    parts = context if num_ranks > 1 else 1
     config = RunConfig(
-        batch=BatchConfig(layout="bucketed" if context > 1 else "auto"),
+        device_map={"actor": f"cpu:0-{num_ranks - 1}{cut}"},
+        batch=BatchConfig(layout="bucketed" if context > 1 else "auto", context_ranks=parts),
         training=TrainingConfig(backend_config={"stage": stage} if stage else {}),
     )
     task = LearnerTask(spec=TaskSpec(name="t"), algorithm=GRPO(GRPO.Config()))
@@ -213,10 +217,8 @@ def build(
             config,
             launch,
             devices=[("cpu", "cpu")] * num_ranks,
-            context=context,
-            sharded=sharded,
-            tensor=tensor,
             num_threads=1,
+            shards=Shards if sharded else None,
         )
     return Learner(backend, {"t": task}, config), processes
 
