@@ -9,7 +9,6 @@ Axes: ``B`` samples, ``N`` response tokens, ``V`` vocabulary, ``H`` hidden width
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -260,35 +259,32 @@ def _run(
     return tuple(one[batch.row, batch.column - (width - one.shape[1])] for one in read(out))
 
 
-_CAN_SPLIT: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
 def split_head(model: Any) -> tuple[Any, Any] | None:
-    """Return decoder and language-model head of ``model``; None if the logits are not the head's outputs."""
+    """Return decoder and language-model head of ``model``; None if the logits are not the head's outputs.
+
+    That is tried once and noted in the model: its copies, and a rank with a part of it, know it.
+    """
+    if "can_split_head" not in vars(model):
+        model.can_split_head = _can_split_head(model)
+    return (model.get_decoder(), model.get_output_embeddings()) if model.can_split_head else None
+
+
+def _can_split_head(model: Any) -> bool:
     handle: Any = None
-    if model not in _CAN_SPLIT:
-        _CAN_SPLIT[model] = False
-        try:
-            decoder, head = model.get_decoder(), model.get_output_embeddings()
-            if head is None or decoder is model or head.weight.dim() != 2:
-                return None
-            # large logits, so that a cap or scale after the head shows
-            handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
-            ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
-            given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
-            with torch.no_grad(), evaluating(model):
-                whole = model(**given).logits.float()
-                parts = head(decoder(**given).last_hidden_state).float()
-        except TRIAL_ERRORS:
-            return None
-        finally:
-            if handle is not None:
-                handle.remove()
-        gap = float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6))
-        _CAN_SPLIT[model] = gap < 1e-2
-    return (model.get_decoder(), model.get_output_embeddings()) if _CAN_SPLIT[model] else None
-
-
-def assume_split(model: Any, can_split: bool) -> None:
-    """Set whether ``split_head`` splits ``model``, where this process holds a part of it and cannot try."""
-    _CAN_SPLIT[model] = can_split
+    try:
+        decoder, head = model.get_decoder(), model.get_output_embeddings()
+        if head is None or decoder is model or head.weight.dim() != 2:
+            return False
+        # large logits, so that a cap or scale after the head shows
+        handle = head.register_forward_hook(lambda _module, _given, out: 1000.0 * out)
+        ids = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
+        given = {"input_ids": ids, "position_ids": ids, "use_cache": False}
+        with torch.no_grad(), evaluating(model):
+            whole = model(**given).logits.float()
+            parts = head(decoder(**given).last_hidden_state).float()
+    except TRIAL_ERRORS:
+        return False
+    finally:
+        if handle is not None:
+            handle.remove()
+    return float((whole - parts).abs().max() / whole.abs().max().clamp(min=1e-6)) < 1e-2

@@ -88,10 +88,13 @@ class RankGroup(TrainingBackend):
         layout, context = actor_devices(config), config.batch.context_ranks
         self.num_ranks, self._tensor, self._peers = len(devices), layout.tensor, context * layout.tensor
         self._others = range(1, self.num_ranks)
+        models_to_cut = [m for m in (runner.actor.model, runner.reference) if m is not None]
         if shards is not None:
             check_shardable(runner, layout.tensor, shards.settings)
-            # ranks with parts of the model cannot try it
+            # ranks with parts of the models cannot try it
             runner.shares_prompts = supports_shared_prompts(runner.actor.model)
+            for model in models_to_cut:
+                split_head(model)
         if context > 1:
             check_windows(runner.actor.model)
         sizes = (self.num_ranks, context, layout.tensor, layout.parts if layout.is_sharded else 0)
@@ -106,7 +109,6 @@ class RankGroup(TrainingBackend):
         self._known = [-1] * len(self._tensors)
         """Version of each tensor that the other ranks have."""
         at = {t.data_ptr(): number for number, t in enumerate(self._tensors)}
-        models_to_cut = [m for m in (runner.actor.model, runner.reference) if m is not None]
         absent = [at[p.data_ptr()] for model in models_to_cut for p in model.parameters()]
         absent = absent if shards is not None and shards.begins_empty else []
         for number in absent:
@@ -179,7 +181,6 @@ class RankGroup(TrainingBackend):
         actor, reference = runner.actor, runner.reference
         is_adapted = actor.config.lora.rank > 0
         ranks, home = self._rank.ranks, next(actor.model.parameters()).device
-        can_split_head = split_head(actor.model) is not None
         # the copy takes over the weights and shares the buffers: a change of one is seen in the other
         whole = {n: p for n, p in actor.model.named_parameters() if not (is_adapted and p.requires_grad)}
         same: dict[int, Any] = {id(buffer): buffer for buffer in actor.model.buffers()}
@@ -197,7 +198,7 @@ class RankGroup(TrainingBackend):
         self._emptied, self._home = whole, home
         for parameter in actor.model.parameters():
             parameter.data = parameter.data.to(ranks.device)  # adapters
-        self._call("shard", each=[(can_split_head, double), *[(can_split_head,)] * len(self._others)])
+        self._call("shard", each=[(double,), *[()] * len(self._others)])
         self._remember()
         numbers = {id(p): number for number, p in enumerate(actor.model.parameters())}
         named = actor.model.named_parameters(remove_duplicate=False)

@@ -42,7 +42,6 @@ from multitask_rl.training.backends.ranks import Ranks, Traffic, join_store
 from multitask_rl.training.backends.sharded import Shards, probe
 from multitask_rl.training.backends.shared_state import SharedState
 from multitask_rl.training.backends.skeleton import thaw
-from multitask_rl.training.forward import assume_split
 
 _END_WITHIN_S = 2.0
 """A rank ends within this many seconds after rank 0."""
@@ -171,20 +170,15 @@ class Rank:
         self.ranks.broadcast([self._tensors[i] for i in numbers])
         self._has_new_weights = True
 
-    def shard(self, can_split_head: bool, actor: Actor | None = None) -> None:
+    def shard(self, actor: Actor | None = None) -> None:
         """Cut the actor and the reference in place to this rank's parts.
 
-        Args:
-            can_split_head: whether ``split_head`` splits the whole model.
-            actor: rank 0 cuts this one, with the same weights as its own.
+        ``actor``: rank 0 cuts this one, with the same weights as its own.
         """
         actor = actor or self.own.runner.actor
         assert self._shards is not None, "these ranks hold copies"
         cut = self._shards.cut_models(actor, self.own, self._config, self.ranks)
         self.shards, self.own, self.state = cut
-        for model in (actor.model, self.own.runner.reference):
-            if model is not None:
-                assume_split(model, can_split_head)
         self.own.optimizer.sharing = self.state
 
     def gather(self, numbers: Sequence[int]) -> list[torch.Tensor] | None:
