@@ -54,13 +54,13 @@ from multitask_rl.config.run import (
 from multitask_rl.errors import CheckpointError, MultitaskRLError
 from multitask_rl.executor.group import ActorGroup
 from multitask_rl.guard.safety_guard import SafetyGuard
+from multitask_rl.run.checkpoint import CheckpointStore
 from multitask_rl.run.store import RunStore
 from multitask_rl.sandbox.cgroups import descendants
 from multitask_rl.scoring.pool import RewardPool
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.checkpoint import CheckpointStore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "builders"))
 

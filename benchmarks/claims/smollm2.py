@@ -40,8 +40,8 @@ from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.errors import GuardStop
 from multitask_rl.models.actor import multiplies_bfloat16
+from multitask_rl.run.checkpoint import model_directory
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.checkpoint import model_directory
 from multitask_rl_tasks.suite import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]

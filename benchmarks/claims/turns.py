@@ -48,9 +48,9 @@ from claims.suite import (
 from multitask_rl.environments.base import Message, StepResult
 from multitask_rl.errors import GuardStop
 from multitask_rl.records import Scored
+from multitask_rl.run.checkpoint import model_directory
 from multitask_rl.seeding import random_stream
 from multitask_rl.step.flow import Stage
-from multitask_rl.training.checkpoint import model_directory
 from multitask_rl_tasks.environments.number_game import NumberGame
 from multitask_rl_tasks.suite import SUITE, build_rows, write_rows
 

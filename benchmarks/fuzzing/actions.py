@@ -148,8 +148,8 @@ def _rescore(case: Case, run: Path | None) -> None:
 def _resume(case: Case, run: Path | None) -> None:
     """Restore a checkpoint with the case's files; unless the manifest is what was changed, it is right."""
     from multitask_rl.config.run import CheckpointConfig
+    from multitask_rl.run.manifest import write_manifest
     from multitask_rl.run.store import RunStore
-    from multitask_rl.training.manifest import write_manifest
 
     assert run is not None, "no run was made"
     source = checkpoint_of(run)

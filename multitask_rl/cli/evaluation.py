@@ -25,10 +25,10 @@ from multitask_rl.config.tasks_file import load_tasks
 from multitask_rl.config.trust import TRUST, refuse_code_in
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import SamplingSettings
+from multitask_rl.run.checkpoint import model_directory, telling_of_removal
 from multitask_rl.statistics.evaluations import Evaluations
 from multitask_rl.tracking.jsonl import append_evaluations, dump_line, evaluation_row
 from multitask_rl.tracking.reading import read_run
-from multitask_rl.training.checkpoint import model_directory, telling_of_removal
 
 if TYPE_CHECKING:
     from multitask_rl.step.task_state import AnchorState

@@ -1,1 +1,1 @@
-"""What a run is: its plan, its parts, its directory, its supervisor."""
+"""What a run is: its plan, its parts, its directory and checkpoints, its supervisor."""

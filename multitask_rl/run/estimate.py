@@ -29,9 +29,9 @@ from multitask_rl.models.actor import DTYPES, default_device, weight_dtype
 from multitask_rl.models.lora import models_below
 from multitask_rl.plugins import build_config
 from multitask_rl.rollout.snapshot import sampling_weights
+from multitask_rl.run.checkpoint import model_directory
 from multitask_rl.run.plan import RunPlan
 from multitask_rl.step.task_state import run_sampling
-from multitask_rl.training.checkpoint import model_directory
 from multitask_rl.training.eight_bit import BLOCK
 from multitask_rl.training.forward import KEPT_BYTES, SLICE_CELLS
 

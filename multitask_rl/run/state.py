@@ -21,9 +21,9 @@ from multitask_rl.executor.scorer import RunScorer
 from multitask_rl.guard.base import Guard
 from multitask_rl.models.actor import Actor, fit_rows, read_weights, vocabulary_rows
 from multitask_rl.records import Event, TaskEvaluation, rename_tasks
+from multitask_rl.run.checkpoint import Checkpoint
 from multitask_rl.statistics.definitions import REWARD
 from multitask_rl.step.task_state import TaskState
-from multitask_rl.training.checkpoint import Checkpoint
 from multitask_rl.training.critic import Critic, rename_head
 from multitask_rl.training.learner import Learner
 

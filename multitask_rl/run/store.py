@@ -30,11 +30,11 @@ from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, dis
 from multitask_rl.models.actor import Actor, copy_weights, fit_weights, read_weights
 from multitask_rl.plugins import class_id, source_file
 from multitask_rl.records import Event
+from multitask_rl.run.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, telling_of_removal
 from multitask_rl.run.directory_lock import DirectoryLock
+from multitask_rl.run.manifest import check_files, read_manifest, write_manifest
 from multitask_rl.run.state import RunState
 from multitask_rl.tracking.jsonl import RECORDS, cut_records, record_lengths, set_records_aside
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry, CheckpointStore, telling_of_removal
-from multitask_rl.training.manifest import check_files, read_manifest, write_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

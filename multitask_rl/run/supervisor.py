@@ -23,6 +23,7 @@ from multitask_rl.guard.decision import CheckpointInfo, GuardAction, GuardDecisi
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.report.summary import rows_at_end
 from multitask_rl.rollout.base import RolloutEngine, push_weights
+from multitask_rl.run.checkpoint import Checkpoint, CheckpointEntry
 from multitask_rl.run.state import RunProgress, RunState
 from multitask_rl.run.store import RunStore
 from multitask_rl.statistics.definitions import REWARD, measured
@@ -33,7 +34,6 @@ from multitask_rl.step.task_state import TaskState
 from multitask_rl.tracking.base import Trackers
 from multitask_rl.tracking.jsonl import append_evaluations, repeat_evaluations
 from multitask_rl.tracking.reading import former_names
-from multitask_rl.training.checkpoint import Checkpoint, CheckpointEntry
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from multitask_rl.config.run import LoraConfig, ModelConfig
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import Actor, control_ids, load_actor
-from multitask_rl.training.checkpoint import model_directory
+from multitask_rl.run.checkpoint import model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,1 +1,1 @@
-"""Learning: packing, losses, the shared actor, checkpoints."""
+"""Learning: credit, micro-batches, losses, the optimizer."""

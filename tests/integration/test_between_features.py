@@ -35,6 +35,7 @@ from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.records import Prompt, Rollout, Scored
 from multitask_rl.report.differences import config_difference
 from multitask_rl.report.summary import summarise_run
+from multitask_rl.run.checkpoint import CheckpointEntry, CheckpointStore
 from multitask_rl.run.plan import plan_run
 from multitask_rl.statistics.definitions import definitions, measured
 from multitask_rl.step.flow import Stage
@@ -42,7 +43,6 @@ from multitask_rl.step.metrics import has_spread
 from multitask_rl.step.task_state import draw_prompts
 from multitask_rl.tracking.reading import read_run
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
 from run_builders import ECHO, ECHO_WORLD, JudgesAllGood, lines, run_config, train, write_run
 
 COPY = """

@@ -32,10 +32,10 @@ from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.models.actor import control_ids
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import Scored
+from multitask_rl.run.checkpoint import CheckpointStore
 from multitask_rl.step.evaluation import Evaluator
 from multitask_rl.step.flow import Stage
 from multitask_rl.trainer import Trainer
-from multitask_rl.training.checkpoint import CheckpointStore
 from run_builders import build_actor, lines, run_config, train, undocumented, weights_hash, write_run
 
 

@@ -8,8 +8,8 @@ import torch
 from model_builders import build_actor
 from multitask_rl.config.run import CheckpointConfig
 from multitask_rl.errors import CheckpointError
+from multitask_rl.run.checkpoint import CheckpointEntry
 from multitask_rl.run.store import RunStore
-from multitask_rl.training.checkpoint import CheckpointEntry
 
 
 def reference(directory, actor):

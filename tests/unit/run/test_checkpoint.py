@@ -11,8 +11,8 @@ import torch
 
 from model_builders import build_actor
 from multitask_rl.errors import CheckpointError
-from multitask_rl.training.checkpoint import CheckpointEntry, CheckpointStore
-from multitask_rl.training.manifest import write_manifest
+from multitask_rl.run.checkpoint import CheckpointEntry, CheckpointStore
+from multitask_rl.run.manifest import write_manifest
 
 
 def save(store, step, *, good=None, score=None, score_of=()):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.errors import CheckpointError, ConfigError, PluginError, disk_errors
-from multitask_rl.training.manifest import check_files, read_json, read_manifest, sync, write_manifest
+from multitask_rl.run.manifest import check_files, read_json, read_manifest, sync, write_manifest
 
 if TYPE_CHECKING:
     from torch import Tensor
