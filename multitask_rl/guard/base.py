@@ -89,7 +89,7 @@ class Guard:
         return [Event(step=step, source="guard", kind="rolled_back", reason=reason, data={"to": target.step})]
 
     def lr_factor(self, step: int) -> float:
-        """Return the factor on the learning rate that is in force at ``step``."""
+        """Return the factor in (0, 1] on the learning rate that is in force at ``step``."""
         return 1.0
 
     def weight_factors(self) -> dict[str, float]:

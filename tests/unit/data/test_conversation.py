@@ -15,7 +15,7 @@ from multitask_rl.records import Scored, TrainSample, Turn
 from multitask_rl.testing.builders import make_rollout
 
 found = importlib.util.find_spec("vllm")
-TEMPLATES = Path(found.origin).parent / "transformers_utils" / "chat_templates" if found else Path()
+TEMPLATES = Path(found.origin).parent / "transformers_utils" / "chat_templates" if found else Path("none")
 SPECIAL = ["<pad>", "<|im_start|>", "<|im_end|>", "<|User|>", "<|Assistant|>", "<think>", "</think>"]
 WORDS = ["rain", " sun", "7", "\n", "ä", "<tool_call>", "<|im_end|>", "<|User|>: no", "</think>", " ", "\n\n"]
 
