@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from multitask_rl.boundary.printable import counted
 from multitask_rl.errors import MultitaskRLError
@@ -205,9 +206,23 @@ class LocalRunner(Runner):
                 try:
                     for piece in [[item] for item in call.items] if call.each else [call.items]:
                         began = time.monotonic()
-                        results = self._grader.grade([item.rollout for item in piece])
+                        results = self._grader.grade([_for_plugin(item.rollout) for item in piece])
                         lane.answer(call, results, time.monotonic() - began)
                 finally:
                     lane.finished(self)
         except Exception as error:  # noqa: BLE001 - a bug of ours: raised again by the round that waits
             lane.error = error
+
+
+def _for_plugin(rollout: Rollout) -> Rollout:
+    """Return a copy whose row and lists a plugin may change; a process of its own has one anyway."""
+    prompt = rollout.prompt
+    prompt = replace(prompt, row=dict(prompt.row), prompt_ids=[*prompt.prompt_ids])
+    return replace(
+        rollout,
+        prompt=prompt,
+        response_ids=[*rollout.response_ids],
+        rollout_logprobs=[*rollout.rollout_logprobs],
+        verdicts=dict(rollout.verdicts),
+        turns=[*rollout.turns],
+    )

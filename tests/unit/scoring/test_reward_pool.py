@@ -188,6 +188,15 @@ class InProcess:
 class HangsInProcess(InProcess):
     traits = PluginTraits(isolate=False, timeout_s=0.3, deterministic=False)
 
+class ChangesWhatItGets(InProcess):
+    def score(self, rollouts):
+        for rollout in rollouts:
+            rollout.row["reference"] = "changed"
+            rollout.response_ids.clear()
+            rollout.rollout_logprobs[:] = [0.0]
+            rollout.prompt.prompt_ids.clear()
+        return [1.0] * len(rollouts)
+
 class WrongSignature:
     def score(self):
         return []
@@ -637,6 +646,17 @@ def test_model_plugins_live_in_this_process_and_are_shared(plugin_file: Path) ->
     ) as pool:
         for record in pool.score([*of("one", "a"), *of("two", "b")]):
             assert record.breakdown["rm"] == Score(value=float(os.getpid()), components={"built": 1.0})
+
+
+def test_a_plugin_of_this_process_that_changes_what_it_gets_changes_nothing_of_the_run(
+    plugin_file: Path,
+) -> None:
+    spec = TaskSpec(name="t", rewards=[RewardSpec(plugin=f"{plugin_file}:ChangesWhatItGets", name="rm")])
+    rollouts = of("t", "a", "b", reference="7")
+    with RewardPool({"t": spec}, ScoringConfig(), seed=0, devices={}) as pool:
+        scored = pool.score(rollouts)
+    assert [s.reward for s in scored] == [1.0, 1.0]
+    assert [s.rollout for s in scored] == rollouts == of("t", "a", "b", reference="7")
 
 
 def test_constraints_and_rewards_have_devices_of_their_own(tmp_path: Path) -> None:
