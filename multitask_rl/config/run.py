@@ -319,7 +319,8 @@ class TrackingConfig(Settings):
     run_name: str = ""
     """Empty = made from the name of ``output_dir``, the time and the seed."""
     uri: str = ""
-    """MLflow tracking URI; empty = the SQLite file ``mlflow.db`` beside ``output_dir``, which runs share."""
+    """MLflow tracking URI; empty = that of the environment variable ``MLFLOW_TRACKING_URI``, without it the
+    SQLite file ``mlflow.db`` beside ``output_dir``, which runs share."""
     store_rollouts: Annotated[int, Range("[-1, inf)")] = 8
     """Rollouts per task and step written to ``rollouts.jsonl``; -1 = all."""
 

@@ -293,7 +293,9 @@ class MLflowTracker(Tracker):
         """Directory of this run's sweep, in which runs have numbers as names; None = no sweep."""
         self._store = (self._sweep or self._directory).parent / "mlflow.db"
         """Database that runs in neighbouring directories share."""
-        self.uri = config.uri or f"sqlite:///{self._store}"
+        given = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        self.uri = given or f"sqlite:///{self._store}"
+        self._makes_store = not given
         self._config = config
         self._last_kept: dict[str, int] = {}
         """Metric -> step of its newest kept point."""
@@ -359,7 +361,7 @@ class MLflowTracker(Tracker):
         """Connect, and create the run or reopen ``run_id``; one that the store lacks is made anew."""
         from mlflow.exceptions import MlflowException
 
-        if not self._config.uri:
+        if self._makes_store:
             _make_database(self._store)
         self._client = _client(self.uri)
         with _asking_briefly():

@@ -58,6 +58,23 @@ def test_parameters_are_flattened_and_cut() -> None:
     assert len(flat["s"]) == 500
 
 
+@pytest.mark.parametrize("is_configured", [False, True])
+def test_the_store_of_the_environment_is_used_where_the_configuration_names_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_configured: bool
+) -> None:
+    from mlflow import MlflowClient
+
+    stores = [f"sqlite:///{tmp_path / name}.db" for name in ("of_environment", "configured")]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", stores[0])
+    config = TrackingConfig(trackers=["mlflow"], uri=stores[1] if is_configured else "")
+    trackers = Trackers(tmp_path / "run", config, None)
+    trackers.start({"seed": 3})
+    trackers.finish("finished")
+    run_id = json.loads(str(trackers.run_id))["mlflow"]
+    assert MlflowClient(tracking_uri=stores[is_configured]).get_run(run_id).info.status == "FINISHED"
+    assert not (tmp_path / "mlflow.db").exists()
+
+
 def test_run_is_logged_and_resumed_under_its_id(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
