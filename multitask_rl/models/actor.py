@@ -736,10 +736,11 @@ def _prepare(
 
 def checkpoint_layers(model: PreTrainedModel, *, on: bool = True) -> None:
     """Let the backward pass compute ``model``'s layers again instead of keeping what it needs, or not."""
-    # transformers 5.23 renamed the methods, and warns of the old names
-    kind = "activation" if "activation_checkpointing_enable" in dir(model) else "gradient"
-    what = f"{kind}_checkpointing_enable" if on else f"{kind}_checkpointing_disable"
-    methodcaller(what, *([{"use_reentrant": False}] if on else []))(model)
+    what, arguments = ("enable", [{"use_reentrant": False}]) if on else ("disable", [])
+    try:
+        methodcaller(f"activation_checkpointing_{what}", *arguments)(model)
+    except AttributeError:  # before transformers 5.23, which warns of this name
+        methodcaller(f"gradient_checkpointing_{what}", *arguments)(model)
 
 
 def _let_save(model: PreTrainedModel) -> None:

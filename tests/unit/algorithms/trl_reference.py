@@ -166,7 +166,7 @@ def compute_reference() -> dict[str, Any]:
             advantages[f"grpo_{scale}"] = _advantages(grpo, inputs["components"])
         grpo.multi_objective_aggregation = "normalize_then_sum"
         advantages["gdpo"] = _advantages(grpo, inputs["components"])
-        rloo = _build_trainer(trl.RLOOTrainer, trl.RLOO.Config, directory, beta=0.0)
+        rloo = _build_trainer(trl.RLOOTrainer, trl.RLOOConfig, directory, beta=0.0)
         advantages["rloo"] = _advantages(rloo, inputs["components"])
         losses = {name: _loss(grpo, inputs, settings) for name, settings in LOSSES.items()}
     return {"trl": trl.__version__, "advantages": advantages, "losses": losses}

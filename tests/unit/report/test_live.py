@@ -112,9 +112,13 @@ def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixt
         connection.close()
         os.kill(os.getpid(), signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job of the background
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert main(["watch", str(tmp_path), "--port", str(port)]) == 0
+    try:
+        thread.start()
+        assert main(["watch", str(tmp_path), "--port", str(port)]) == 0
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     out, err = capfd.readouterr()
     assert (out.count("\n"), err) == (1, ""), "the address alone"

