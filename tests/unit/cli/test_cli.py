@@ -123,11 +123,9 @@ def test_closed_standard_streams_change_neither_the_end_of_a_command_nor_another
         "file = os.open('next', os.O_CREAT | os.O_WRONLY); os.write(2, b'told'); os._exit(found)"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    for closed in ("2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">&-"):
+    for closed in ("2>&-", "<&- >&- 2>&-"):
         for words, status in (("plugins list", 0), ("trian", 2)):
             shell = f'exec "$0" -c "$1" {words} {closed}'
-            if words.startswith("init"):
-                shell = shell.replace("init .", f"init {len(closed)}")
             done = subprocess.run(
                 ["bash", "-c", shell, sys.executable, code],
                 cwd=tmp_path,
