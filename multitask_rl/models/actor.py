@@ -725,6 +725,12 @@ def _prepare(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, config: ModelConfig, seed: int
 ) -> Actor:
     _let_save(model)
+    if len(tokenizer) > (rows := model.get_input_embeddings().weight.shape[0]):
+        _LOG.warning(
+            "the tokenizer has %d tokens and the model embeds %d: a text with another one ends the run; "
+            "take the model's own tokenizer, or call model.resize_token_embeddings(%d)",
+            *(len(tokenizer), rows, len(tokenizer)),
+        )
     if config.lora.rank > 0:
         model = add_adapters(model, config.lora, seed)
     if config.gradient_checkpointing:

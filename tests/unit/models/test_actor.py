@@ -110,3 +110,15 @@ def test_a_model_with_adapters_inside_is_refused(by_peft):
         model.add_adapter(settings)
     with pytest.raises(ConfigError, match=r"has adapters.*merge_and_unload\(\).*model\.lora\.rank"):
         make_actor(model, build_tokenizer())
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_warned_of(caplog):
+    tokenizer, model = build_tokenizer(), build_model()
+    make_actor(model, tokenizer)
+    assert "embeds" not in caplog.text
+    tokenizer.add_tokens(["<tool>"])
+    size = len(tokenizer)
+    make_actor(model, tokenizer)
+    told = f"the tokenizer has {size} tokens and the model embeds {size - 1}: "
+    assert told in caplog.text
+    assert f"resize_token_embeddings({size})" in caplog.text
