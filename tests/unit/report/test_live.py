@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -97,6 +98,23 @@ def test_it_listens_on_this_machine_alone_and_says_why_a_port_cannot_be_had(
     assert "is no directory" in capsys.readouterr().err
 
 
+def test_a_browser_that_goes_away_is_nothing_to_tell(
+    server: LiveServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(5):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
+        connection.request("GET", "/")
+        answer = connection.getresponse()
+        assert answer.status == 403
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.sock.close()  # by a reset
+        answer.close()
+    until = time.monotonic() + 10
+    while threading.active_count() > 2 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert capfd.readouterr().err == ""
+
+
 def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -106,7 +124,7 @@ def test_ctrl_c_ends_it_without_a_word(tmp_path: Path, capfd: pytest.CaptureFixt
             with contextlib.suppress(OSError):
                 connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
                 connection.request("GET", "/")
-                connection.getresponse()
+                connection.getresponse().read()
                 break
             time.sleep(0.01)
         connection.close()
