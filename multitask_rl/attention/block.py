@@ -153,7 +153,7 @@ def block_attention(
     prompt_keys, prompt_values = blocks.join(keys[:first]), blocks.join(values[:first])
     outputs = []
     for number, block in enumerate((*blocks.prefixes, *blocks.responses)):
-        if not block.width:  # behind prompts of one token; transformers >= 5.20 fails without queries
+        if not block.width:  # behind prompts of one token; transformers 5.23 fails without queries
             continue
         asked, seen, read = (
             _rows(states[number], block).transpose(1, 2) for states in (queries, keys, values)
