@@ -15,6 +15,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # with Ray's own 15 a replica would need minutes to start beside other tests
 os.environ.setdefault("RAY_worker_niceness", "0")
+# tests kill processes, never the machine, and a disk takes milliseconds for each file
+os.fsync = lambda file: None
 
 ALONE = (
     # limits and measurements of time, processes and memory

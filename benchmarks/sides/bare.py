@@ -7,6 +7,7 @@ length-sorted micro-batches under one global token denominator.
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import torch
@@ -34,6 +35,8 @@ DEVICE = torch.device(args.device)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(DEVICE)
 tokenizer = PreTrainedTokenizerFast.from_pretrained(args.model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+# transformers 5.24 renames the argument
+CACHE = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 autocast = torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16")
 texts = prompts(PROMPTS * args.steps, args.seed, args.workload)
 
@@ -41,7 +44,7 @@ texts = prompts(PROMPTS * args.steps, args.seed, args.workload)
 def generate(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return responses [N * GROUP, NEW] and their lengths; uniform rows never end early."""
     cache = DynamicCache(config=model.config)
-    logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+    logits = model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[:, -1]
     cache.batch_repeat_interleave(GROUP)
     logits = logits.repeat_interleave(GROUP, 0)
     out = torch.zeros(len(logits), NEW, dtype=torch.long, device=DEVICE)
@@ -57,7 +60,7 @@ def generate(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if MIXED and not keep.all():
             cache.batch_select_indices(keep.nonzero()[:, 0])
             alive, token = alive[keep], token[keep]
-        logits = model(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids=token, **{CACHE: cache}, use_cache=True).logits[:, -1]
     return out, lengths
 
 

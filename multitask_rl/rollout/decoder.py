@@ -7,8 +7,10 @@ or without one where that gives other logits (Mamba).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -58,6 +60,17 @@ class Past:
         return next(i for i in range(most) if self.ids[i] != prompt[i])
 
 
+def as_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return ``cache`` by its name in ``model``'s forward, which transformers 5.24 renames to ``cache``."""
+    named = _forward_arguments(type(model))  # type: ignore[arg-type]
+    return {"cache" if "cache" in named else "past_key_values": cache}
+
+
+@functools.cache
+def _forward_arguments(model_class: Any) -> Collection[str]:
+    return inspect.signature(model_class.forward).parameters
+
+
 def prefill(
     model: Any, ids: Tensor, cache: Any, mask: Tensor | None, positions: Tensor, chunk_tokens: int
 ) -> Tensor:
@@ -89,7 +102,7 @@ def prefill(
             input_ids=ids[:, start:end],
             attention_mask=None if mask is None else mask[:, :end],
             position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **as_argument(model, cache),
             use_cache=True,
             logits_to_keep=1,
         )
@@ -225,7 +238,7 @@ class SharedDecoder:
         out = self._model(
             input_ids=pad(tokens, (0, empty)).unsqueeze(-1),
             position_ids=pad(self._position, (0, 0, 0, empty)),
-            past_key_values=self._cache,
+            **as_argument(self._model, self._cache),
             use_cache=True,
         )
         self._position = self._position + 1
@@ -319,7 +332,7 @@ class PlainDecoder:
             input_ids=new,
             attention_mask=self._mask,
             position_ids=self._positions,
-            past_key_values=self._cache,
+            **as_argument(self._model, self._cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from multitask_rl.boundary.allowance import limit_threads, usable_memory
 from multitask_rl.boundary.printable import first_line
@@ -28,6 +29,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES, default_device, weight_dtype
 from multitask_rl.models.lora import models_below
 from multitask_rl.plugins import build_config
+from multitask_rl.rollout.decoder import as_argument
 from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.checkpoint import model_directory
 from multitask_rl.run.plan import RunPlan
@@ -455,13 +457,13 @@ def measure_step(
 
     hidden = torch.zeros(rows, shape.hidden, device=device, dtype=dtype)
     with torch.no_grad():
-        past, part = None, max(1, config.rollout.prefill_tokens // rows)
+        past, part = DynamicCache(config=model.config), max(1, config.rollout.prefill_tokens // rows)
         for begin in range(0, context, part):  # without logits: those of all prompts exceed the memory
             read = ids(rows, min(part, context - begin))
-            past = model.get_decoder()(read, past_key_values=past, use_cache=True).past_key_values
+            model.get_decoder()(read, **as_argument(model, past), use_cache=True)
 
         def decode(past: Any = past) -> None:
-            model(ids(rows, 1), past_key_values=past, use_cache=True)
+            model(ids(rows, 1), **as_argument(model, past), use_cache=True)
             past.crop(-1)
 
         of_head = seconds(lambda: head(hidden), 0.1)

@@ -5,7 +5,13 @@ from transformers import DynamicCache
 from multitask_rl.attention import products
 from multitask_rl.attention.interface import use_attention
 from multitask_rl.attention.shared import SHARED_PROMPT, shared_prompt_attention
-from multitask_rl.rollout.decoder import PlainDecoder, SharedDecoder, can_decode_cached, can_share_prompts
+from multitask_rl.rollout.decoder import (
+    PlainDecoder,
+    SharedDecoder,
+    as_argument,
+    can_decode_cached,
+    can_share_prompts,
+)
 from rollout_models import build
 
 PROMPTS = [[5, 6, 7]] * 3 + [[8]] * 2 + [list(range(3, 43))] * 4 + [list(range(9, 54))]
@@ -110,7 +116,7 @@ def test_other_forwards_are_untouched_while_it_is_on():
     ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
     with use_attention([model], SHARED_PROMPT):
-        found = model(ids, attention_mask=mask, past_key_values=DynamicCache()).logits
+        found = model(ids, attention_mask=mask, **as_argument(model, DynamicCache())).logits
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-6)
 
 
