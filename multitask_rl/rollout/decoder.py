@@ -62,7 +62,8 @@ class Past:
 
 def as_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return ``cache`` by its name in ``model``'s forward, which transformers 5.24 renames to ``cache``."""
-    named = _forward_arguments(type(model))  # type: ignore[arg-type]
+    # a model in adapters hides its forward
+    named = _forward_arguments(type(model.get_decoder()))  # type: ignore[arg-type]
     return {"cache" if "cache" in named else "past_key_values": cache}
 
 
