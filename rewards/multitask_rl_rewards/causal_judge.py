@@ -6,6 +6,7 @@ probability, for the cost of the prompt alone.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +181,9 @@ class CausalJudge:
 
         model, device = self._loaded.model, self._loaded.device
         past = DynamicCache(config=model.config) if common else None
+        # transformers 5.24 renames the argument
+        has_new_name = "cache" in inspect.signature(model.forward).parameters
+        cached = {"cache" if has_new_name else "past_key_values": past}
         beginning = torch.tensor([batch[0][:common]], device=device)
         batch = [row[common:] for row in batch]
 
@@ -191,9 +195,9 @@ class CausalJudge:
         places, index = torch.unique(lengths - 1, return_inverse=True)
         with torch.no_grad(), self._loaded.lock:
             if past is not None:
-                model(input_ids=beginning, past_key_values=past, use_cache=True, logits_to_keep=1)
+                model(input_ids=beginning, **cached, use_cache=True, logits_to_keep=1)
                 past.batch_repeat_interleave(len(batch))
             logits: Tensor = model(
-                input_ids=ids, past_key_values=past, use_cache=past is not None, logits_to_keep=places
+                input_ids=ids, **cached, use_cache=past is not None, logits_to_keep=places
             ).logits
         return logits[torch.arange(len(batch), device=device), index].float().cpu()
