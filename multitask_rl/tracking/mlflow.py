@@ -280,6 +280,13 @@ def _answer(text: str) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
+def _records(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the records in ``lines``; a line that is no JSON, as a crash leaves one, is left out."""
+    for line in lines.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            yield load_line(line)
+
+
 class MLflowTracker(Tracker):
     """One MLflow run; a resumed run continues it under its ``run_id``. MissingExtraError without MLflow."""
 
@@ -446,7 +453,7 @@ class MLflowTracker(Tracker):
         if not self._num_bytes("metrics.jsonl"):
             return False
         with (self._directory / "metrics.jsonl").open("rb") as stream:
-            row = load_line(stream.readline())
+            row = next(_records(stream.readline()), {"step": 0})
         step, names = row.pop("step"), {legal_name(name): value for name, value in row.items()}
         known = {n: value for n, value in names.items() if value is not None and n in run.data.metrics}
         histories = ((v, self._client.get_metric_history(run.info.run_id, n)) for n, v in known.items())
@@ -473,8 +480,7 @@ class MLflowTracker(Tracker):
             return
         points: list[_Point] = []
         with (self._directory / "metrics.jsonl").open("rb") as stream:
-            for line in stream.read(num_bytes).splitlines():
-                row = load_line(line)
+            for row in _records(stream.read(num_bytes)):
                 step = int(row.pop("step"))
                 values = {name: math.nan if value is None else value for name, value in row.items()}
                 points += self._points(values, step)
@@ -506,7 +512,7 @@ class MLflowTracker(Tracker):
                     return
                 directory = stack.enter_context(tempfile.TemporaryDirectory())
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
-            events = [load_line(line) for line in path.read_bytes()[:num_bytes].splitlines()]
+            events = list(_records(path.read_bytes()[:num_bytes]))
         # of the steps that are made again, the run knows no event any more
         for tag in self._client.get_run(self._run).data.tags:
             if tag.startswith("event."):
