@@ -1,6 +1,6 @@
-"""HTTP requests to configured servers: no redirects, a time limit on the whole exchange.
+"""HTTP requests to configured servers: no redirects, and a time limit on the whole exchange.
 
-A server of this machine is asked directly: a proxy would look for it on its own machine.
+A server of this machine is asked without a proxy, for which ``localhost`` is the machine that it runs on.
 
 ``urllib`` sends the headers of the first request, bearer token included, to any host that a redirect names.
 Its time limit applies to each read, so a server that sends a byte now and then never reaches it.
@@ -25,10 +25,12 @@ THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 def bypass_proxies() -> None:
     """Let this process and those that it starts reach servers of this machine without a configured proxy."""
-    for name in ("no_proxy", "NO_PROXY") if urllib.request.getproxies() else ():
-        known = os.environ.get(name, "").split(",")
-        if known != ["*"]:  # every host, as long as it stands alone
-            os.environ[name] = ",".join(dict.fromkeys(filter(None, [*known, *THIS_MACHINE])))
+    names = ("no_proxy", "NO_PROXY")  # a library reads the first one that is set, so both get the same hosts
+    hosts = (os.environ.get(names[0]) or os.environ.get(names[1], "")).split(",")
+    if hosts != ["*"]:  # every host, as long as it stands alone
+        hosts = list(dict.fromkeys(filter(None, [*hosts, *THIS_MACHINE])))
+    for name in names if urllib.request.getproxies() else ():
+        os.environ[name] = ",".join(hosts)
 
 
 @contextlib.contextmanager
@@ -76,6 +78,7 @@ def open_request(request: urllib.request.Request, *, timeout: float) -> Iterator
     timer.daemon = True
     timer.start()
     handlers: list[Any] = [NoRedirect, Handler]
+    # not ``bypass_proxies``: in ``no_proxy`` urllib needs [::1] with brackets, with which httpx fails
     if urllib.parse.urlsplit(request.full_url).hostname in THIS_MACHINE:
         handlers.append(urllib.request.ProxyHandler({}))
     opener = urllib.request.build_opener(*handlers)

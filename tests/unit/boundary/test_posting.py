@@ -52,6 +52,17 @@ def test_proxies_are_bypassed_once(monkeypatch: pytest.MonkeyPatch, before: str,
     assert (os.environ["no_proxy"], os.environ["NO_PROXY"]) == (after, after)
 
 
+def test_hosts_that_only_the_upper_case_name_gives_stay_bypassed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "")  # so that it is taken away again afterwards
+    monkeypatch.delenv("no_proxy")
+    monkeypatch.setenv("NO_PROXY", "corp.example")
+    monkeypatch.setenv("http_proxy", NOWHERE)
+    assert urllib.request.proxy_bypass("corp.example")
+    bypass_proxies()
+    assert urllib.request.proxy_bypass("corp.example")
+    assert urllib.request.proxy_bypass("127.0.0.1:80")
+
+
 def test_a_redirect_is_an_error_and_nothing_is_sent_to_where_it_leads() -> None:
     asked: list[tuple[str, str | None]] = []
 
