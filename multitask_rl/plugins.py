@@ -231,7 +231,7 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
         return cls() if typed is None else cls(typed)
     except (ConfigError, MissingExtraError, PluginError) as error:
         path = where.rpartition(": ")[2].removesuffix(".config")
-        if f": {path}" in f": {error}":  # with the line of its key, which may be another
+        if f": {path}" in f": {error}":  # it names its key and line already
             raise
         raise type(error)(f"{where}: {error}") from error
     except Exception as error:

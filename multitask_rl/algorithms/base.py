@@ -141,7 +141,7 @@ class LossOutput:
 
 
 def check_result(found: object, kind: type[Credit | LossOutput], number: int, place: str) -> None:
-    """Check that an algorithm returned a ``kind`` whose tensors are [number], and a loss with a gradient.
+    """Check an algorithm's result: a ``kind`` with tensors of shape [number]; a loss also has a gradient.
 
     Raises:
         PluginError: it did not; the message begins with ``place``.

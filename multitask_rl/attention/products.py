@@ -21,7 +21,7 @@ in every layer; the next pass has other lengths and makes others.
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
 MIN_WIDTH = 512
-"""Width of the narrowest model for which oneDNN pays: it compiles a product for each new shape (0.4 ms)."""
+"""Least hidden width for oneDNN, which compiles a product for each new shape (0.4 ms); narrower: slower."""
 
 with_onednn = False
 """oneDNN multiplies float32 in this process."""

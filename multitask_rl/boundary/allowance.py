@@ -1,4 +1,4 @@
-"""What the system lets this process use: cores and memory, in a container less than the machine has.
+"""Cores and memory that this process may use: in a container less than the machine has.
 
 Source: Linux ``Documentation/admin-guide/cgroup-v2.rst``, "CPU Interface Files" and "Memory Interface Files";
 ``cgroup-v1/memory.rst``; ``scheduler/sched-bwc.rst``.
@@ -16,9 +16,9 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def usable_cores(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
-    """Return the number of cores this process may use: of its affinity, at most the quota of its container.
+    """Return how many cores this process may use: its affinity or its container's quota, the lower of both.
 
-    A container's ``--cpus 1.5``, or a CPU limit of Kubernetes, is rounded up.
+    A quota (``--cpus 1.5`` of a container, a CPU limit of Kubernetes) is rounded up.
 
     Args:
         groups: where the control groups are mounted.
@@ -34,7 +34,7 @@ def usable_cores(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
 
 
 def limit_threads(number: int) -> None:
-    """Give torch ``number`` threads; 0 = as many as it has, at most those of ``thread_limit``."""
+    """Give torch ``number`` threads; 0 = its own choice, at most that of ``thread_limit``."""
     import torch
 
     if number or thread_limit():
@@ -42,18 +42,18 @@ def limit_threads(number: int) -> None:
 
 
 def thread_limit() -> dict[str, str]:
-    """Return ``OMP_NUM_THREADS`` for a process, as its environment has it; empty if it needs none.
+    """Return ``OMP_NUM_THREADS`` for the environment of a new process; empty without a quota.
 
     Torch takes a thread for each core of the affinity and does not see a container's quota. Threads that wait
-    for each other use it up, and the kernel stops them all for most of the time. A number that the user has
-    chosen stays.
+    for each other use the quota up, and the kernel then stops them all for most of the time. Empty, too, if
+    the user has set the variable.
     """
     cores = usable_cores()
     return {} if "OMP_NUM_THREADS" in os.environ or cores == _affinity() else {"OMP_NUM_THREADS": str(cores)}
 
 
 def usable_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float:
-    """Return how many bytes can be had without swapping: of the machine, at most what the container has left.
+    """Return how many bytes are free without swapping: on the machine or in the container, the lower of both.
 
     Files that the kernel keeps in memory and can drop count as free. Arguments as of ``usable_cores``.
     """
@@ -80,9 +80,10 @@ def _affinity() -> int:
 
 
 def _groups_of(controller: str, groups: Path, own: Path) -> Iterator[Path]:
-    """Yield this process's control groups from the innermost to the root, of version 2 and of ``controller``.
+    """Yield the directories of this process's control groups, from the innermost to the root.
 
-    A container often sees the path that its group has on the host, but only the group itself, as the root.
+    They are those of version 2 and those of ``controller`` in version 1. Some do not exist: a container often
+    reads the path of its group on the host, where only the group itself is mounted, as the root.
     """
     for line in _text(own).splitlines():
         _, controllers, path = (*line.split(":", 2), "", "")[:3]

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Many Slurm jobs ask for SIGUSR1 as the warning before their end."""
+"""Signals that end a run. Many Slurm jobs ask for SIGUSR1 as the warning before their end."""
 
 
 class Terminated(KeyboardInterrupt):
@@ -74,7 +74,7 @@ def stopping_on_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Let ``handle`` answer signals in the block, but no ignored one, nor SIGUSR1 if a script handles it."""
+    """Let ``handle`` answer ``ENDING`` in the block, without ignored ones and a SIGUSR1 of a script's own."""
     before = {n: handler for n in ENDING if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
     if before.get(signal.SIGUSR1) not in (signal.SIG_DFL, _handle):
         before.pop(signal.SIGUSR1, None)
@@ -89,7 +89,7 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 @contextlib.contextmanager
 def noting_signals() -> Iterator[list[int]]:
-    """Yield a list to which each signal in the block is added, in place of its effect.
+    """Note the signals in ``ENDING`` that come in the block in the yielded list, and do nothing else.
 
     In other threads than the main one, nothing changes and the list stays empty.
     """
@@ -162,7 +162,7 @@ def _handle(number: int, _frame: FrameType | None) -> None:
     delays = _waiting.depth or (_waiting.is_between and _waiting.raised is None)
     if delays and _waiting.number is None:
         _waiting.number, _waiting.is_told = number, True
-        saved = " and saved" if _waiting.show else ""  # only in a run that trains
+        saved = " and saved" if _waiting.show else ""  # a command that does not train saves nothing
         _answer(f"stopping: the update in progress is finished{saved} first; once more ends at once")
         return
     if not _waiting.is_told:

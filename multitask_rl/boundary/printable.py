@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def show_last(text: str, stream: TextIO) -> None:
-    """Print ``text``, the end of a command, after standard output; a reader that has gone is no error."""
+    """Flush standard output, then print ``text``, a command's last words; a closed pipe is no error."""
     for own, words in ((sys.stdout, ""), (stream, f"{text}\n")):
         try:
             own.write(words)

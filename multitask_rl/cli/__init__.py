@@ -93,12 +93,12 @@ _ONCE_OFFLINE = _OnceOffline()
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
-    # instead of a stream that is closed (``2>&-``): a file opened next would get its number, and its text
+    # a closed stream (``2>&-``) leaves its number to the next file that is opened, which would get its text
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if vars(sys)[name] is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the end
     logging.getLogger("huggingface_hub.utils._http").addFilter(_ONCE_OFFLINE)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as of standard error: a letter that it lacks is no error
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: letters that its encoding lacks
         sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"multitask-rl {multitask_rl.__version__}")
         return 0
     try:
-        with stopping_on_signals():  # temporary directories of any command are deleted
+        with stopping_on_signals():  # so that a command deletes its temporary directories
             return run_command(arguments)
     except KeyboardInterrupt as error:
         show_last(f"interrupted by {error}" if str(error) else "interrupted", sys.stderr)

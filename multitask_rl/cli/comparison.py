@@ -655,14 +655,13 @@ def render_result(result: Mapping[str, Any]) -> str:
         parts.append("differences with intervals: --html FILE, --json")
     if comparisons and all(len(arm["runs"]) == 1 for arm in arms):
         parts.append(
-            "note: every arm has one run: intervals and verdicts are those of other prompts, not of "
-            "other seeds"
+            "note: every arm has one run: intervals and verdicts are for other prompts and the same seed"
         )
     if result["effects"]:
         parts.append(
             "training on one task (row) changed a held-out result (column) from first to last evaluation:\n"
             f"{effects_table(result['effects'], 'delta')}\n"
-            "+ better, - worse at 5 % over the whole matrix (Holm); every interval stands alone"
+            "+ better, - worse at 5 % over the whole matrix (Holm); intervals: each 95 % by itself"
         )
     parts.append(_cost_tables(result))
     if len(result["levels"]) > 1 and len(arms) <= _MOST_TABLES:

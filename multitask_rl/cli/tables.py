@@ -130,7 +130,7 @@ def task_table(rows: Mapping[str, Mapping[str, Any]], heads: tuple[str, str], nu
         table.append([task, row["metric"], *numbers, interval, *counts])
     text = ruled(table)
     text += "".join(f"\n{task}: {row['reason']}" for task, row in rows.items() if row["reason"])
-    scope = f"the {num_verdicts} of all tables" if num_verdicts > len(rows) else f"all {len(rows)} tasks"
+    scope = f"{num_verdicts} verdicts of all tables" if num_verdicts > len(rows) else f"{len(rows)} tasks"
     if max(num_verdicts, len(rows)) > 1:
-        text += f"\nverdicts: at 5 % over {scope} together (Holm); every interval stands alone"
+        text += f"\nverdicts: at 5 % over all {scope} together (Holm); intervals: each 95 % by itself"
     return text

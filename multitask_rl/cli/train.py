@@ -230,10 +230,10 @@ def _train(config: RunConfig) -> None:
         evaluations = _trainer(config).train()
     except KeyboardInterrupt:
         record = Path(config.output_dir, RECORD)
-        if record.is_file() and "console" not in config.tracking.trackers:  # which says it
+        if record.is_file() and "console" not in config.tracking.trackers:  # the console says it
             show_last(f"go on with: multitask-rl train output_dir={config.output_dir}", sys.stderr)
         raise
-    if config.tracking.console == "json":  # which has had them, as ``held_out``
+    if config.tracking.console == "json":  # it has printed them, as ``held_out``
         return
     rows = evaluations.changes
     has_first = any(row["steps"][0] is not None for row in rows.values())

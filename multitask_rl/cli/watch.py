@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         if options.open:
             webbrowser.open(server.address)
-        answer_with(lambda _: True)  # it ends at once
+        answer_with(lambda _: True)  # without a message: it ends at once
         with suppress(KeyboardInterrupt):
             server.serve_forever()
     return 0

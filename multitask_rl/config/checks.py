@@ -118,7 +118,7 @@ def check_task(spec: TaskSpec, where: Where) -> None:
         )
     if not re.fullmatch(NAME_PATTERN, name):
         raise ConfigError(
-            f"{where}: the task name {name!r} is not allowed: letters of ASCII, digits, '_' and '-', at most "
+            f"{where}: the task name {name!r} is not allowed: ASCII letters, digits, '_' and '-', at most "
             "64, the first a letter or digit (it becomes part of metric names and command-line keys)"
         )
     if temperature == 0.0 and not spec.evaluation_only:  # all responses of a group would be the same

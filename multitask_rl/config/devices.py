@@ -46,7 +46,7 @@ class DeviceSet:
     parts: int = field(default=1, compare=False)
     """Parts that a copy of the model (``tensor``: of each part of the layers) is cut into."""
     is_offloaded: bool = field(default=False, compare=False)
-    """The parts lie in host memory; a device has the block that it computes."""
+    """The parts lie in host memory; a device has only the block that it computes."""
 
     @property
     def names(self) -> list[str]:
@@ -105,9 +105,9 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
             "the model has so many parts"
         )
     if match[6] and (not is_sharded or match[1] == "cpu"):
-        why = "a CPU's are there" if is_sharded else "only parts of a model are moved"
+        why = ", where those of a CPU are" if is_sharded else " and needs sharded or tensor=2"
         raise ConfigError(
-            f"{where}: {text!r}: offload moves weights from GPUs to host memory, and {why}; write e.g. "
+            f"{where}: {text!r}: offload moves weights from GPUs to host memory{why}; write e.g. "
             "cuda:0-3 sharded offload"
         )
     return DeviceSet(

@@ -186,7 +186,10 @@ def _build(entries: Mapping[str, _Entry], where: Where) -> dict[str, TaskSpec]:
     defined = [name for name, (raw, _) in entries.items() if set(_DEFINING) & set(raw)]
     for name, entry in entries.items():
         if entry[1].line:
-            for place in (str(entry[1]), f"{entry[1].source}: tasks.{name}"):  # two in a list of tasks
+            for place in (
+                str(entry[1]),
+                f"{entry[1].source}: tasks.{name}",
+            ):  # a list of tasks names them in both ways
                 LOCATORS[place] = entry[1].source_of
         try:
             if name not in defined and suggest(name, defined):

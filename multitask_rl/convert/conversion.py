@@ -151,7 +151,7 @@ class Conversion:
             kind = None
         if value is None or kind not in _KINDS or (kind in (list, dict) and isinstance(value, kind)):
             return default if value is None else value
-        if kind is str and not isinstance(value, (list, dict)):  # YAML reads some words as others
+        if kind is str and not isinstance(value, (list, dict)):  # YAML reads some texts as other types
             return value
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
             if kind is bool:
@@ -218,8 +218,11 @@ class Conversion:
     ) -> None:
         """Refuse a conversion without a ``value`` (a data set, a reward): no tasks file would be valid.
 
-        The message names ``what`` is missing, what stands in ``options``, where the source names it, and
-        ``instead``: the option of ``convert``, or key of the source, that may name it.
+        Args:
+            value: empty or None = the source has none.
+            what: its name in the message.
+            options: options of the source that give it; the message quotes them.
+            instead: option of ``convert``, or key of the source, that the message asks for.
         """
         if not value:
             computed = self.found.computed
@@ -273,9 +276,10 @@ class Conversion:
                 self.put(f"rollout.engine_config.{key}", value, f"{prefix}{name}")
 
     def put_steps(self, steps: int | None, *options: str) -> None:
-        """Write ``max_steps``, at least 1, from ``options``, which count passes or steps.
+        """Write ``steps``, at least 1, as ``max_steps``; ``options`` are those that they were computed from.
 
-        ``steps`` None: the number of rows is not known; then say so of the first of ``options``.
+        If ``steps`` is None, as the number of rows is not known, the first of ``options`` is left out with
+        this reason.
         """
         if steps is None:
             self._read.update(options)

@@ -9,7 +9,7 @@ from multitask_rl.config.schema.ranges import Count, Positive, PositiveFraction
 from multitask_rl.curriculum.base import SchedulerPolicy, SchedulerPolicyConfig
 
 _NEAR = 1.0 - 1e-9
-"""A number nearer to a bound is at it but for rounding."""
+"""A number of at least this share of a bound counts as at the bound: rounding is not to decide."""
 
 
 class DeficitLearnability(SchedulerPolicy):
@@ -65,7 +65,7 @@ class DeficitLearnability(SchedulerPolicy):
         config, trace, deficit = self.config, self.traces[task], self.deficit(task)
         informative = max(trace.informative, config.min_informative)
         factor, factor_error = 1.0, 0.0
-        # a share that rounding puts below the bound is at it, where the score has no such error
+        # below the bound the score's error has a part that it does not have at the bound
         if informative < _NEAR * config.enough_informative:
             factor = math.sqrt(informative / config.enough_informative)
             factor_error = min(0.5, 0.5 * factor * trace.with_gradient.error(1.0) / informative)

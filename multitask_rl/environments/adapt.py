@@ -77,7 +77,7 @@ class WorldSpec:
         return found, config, function
 
     def _own_seed(self, seed: int) -> int | None:
-        """Return the seed for a class of the author, as NumPy's generators take it; else None."""
+        """Return ``seed`` in the range of NumPy's generators; None for a class of another library."""
         is_adapted = self.reference.partition(":")[0] in (*FOREIGN, "trl")
         return None if is_adapted else seed % 2**32
 

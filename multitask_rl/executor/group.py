@@ -495,7 +495,7 @@ class ActorGroup:
             # Ray's 15 would leave actors 3 % of a CPU that another process uses; the trainer waits for them
             os.environ.setdefault("RAY_worker_niceness", "0")
             where |= {"include_dashboard": False, "_temp_dir": str(ActorGroup._session.path)}
-        else:  # `ray start` asks for a token as soon as its user has one; given an address, Ray sends none
+        else:  # a cluster asks for a token if the user of `ray start` has one; `ray.init` here sends none
             with contextlib.suppress(ImportError):
                 from ray._private.authentication import authentication_token_setup as tokens
 

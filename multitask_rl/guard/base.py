@@ -126,7 +126,7 @@ def checked_numbers(guard: Guard, method: str, given: object) -> dict[str, float
 
 
 def checked_factors(guard: Guard) -> dict[str, float]:
-    """Return ``weight_factors`` of ``guard``; ``PluginError`` if one is no factor of a share."""
+    """Return ``weight_factors`` of ``guard``; ``PluginError`` if one is below 0 or not finite."""
     factors = checked_numbers(guard, "weight_factors", given := guard.weight_factors())
     if not all(0.0 <= factor < math.inf for factor in factors.values()):
         raise _wrong(guard, "weight_factors", given, "finite numbers >= 0")

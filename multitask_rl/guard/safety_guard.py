@@ -214,7 +214,7 @@ class SafetyGuard(Guard):
             self._hacking.forget()
 
     def forget_tasks(self, tasks: Collection[str]) -> None:
-        """See ``Guard``. Tasks not evaluated either lose their factors; all do if one is the victim."""
+        """See ``Guard``. A task not evaluated either loses its factor; if it is the victim, all tasks do."""
         self._history.remove(tasks)
         gone, now = set(tasks) - self._tasks, self._adjustments
         factors = {task: factor for task, factor in now.weight_factors.items() if task not in gone}

@@ -537,7 +537,7 @@ def read_settings(
 
 @contextlib.contextmanager
 def _load_errors(name: str) -> Iterator[None]:
-    """Say what is wrong with the model ``name`` where it cannot be loaded."""
+    """Turn an error of loading the model ``name`` into a ``ConfigError`` that says what is wrong."""
     try:
         yield
     except ConfigError:
@@ -727,7 +727,7 @@ def _prepare(
     _let_save(model)
     if len(tokenizer) > (rows := model.get_input_embeddings().weight.shape[0]):
         _LOG.warning(
-            "the tokenizer has %d tokens and the model embeds %d: a text with another one ends the run; "
+            "the tokenizer has %d tokens and the model embeds %d: a text with another token ends the run; "
             "take the model's own tokenizer, or call model.resize_token_embeddings(%d)",
             *(len(tokenizer), rows, len(tokenizer)),
         )
@@ -741,7 +741,7 @@ def _prepare(
 
 
 def checkpoint_layers(model: PreTrainedModel, *, on: bool = True) -> None:
-    """Let the backward pass compute ``model``'s layers again instead of keeping what it needs, or not."""
+    """Turn gradient checkpointing on or off: the backward pass then computes activations of layers again."""
     what, arguments = ("enable", [{"use_reentrant": False}]) if on else ("disable", [])
     try:
         methodcaller(f"activation_checkpointing_{what}", *arguments)(model)
@@ -750,10 +750,10 @@ def checkpoint_layers(model: PreTrainedModel, *, on: bool = True) -> None:
 
 
 def _let_save(model: PreTrainedModel) -> None:
-    """Set ``do_sample`` if ``generation_config`` has sampling settings without it: no save takes these.
+    """Set ``do_sample`` if ``generation_config`` has sampling settings, which cannot be saved without it.
 
     Raises:
-        ConfigError: transformers saves the model's ``generation_config`` with ``do_sample`` neither.
+        ConfigError: transformers refuses to save the ``generation_config`` with ``do_sample``, too.
     """
     generation, problem = model.generation_config, ""
     for do_sample in () if generation is None else (generation.do_sample, True):
@@ -764,7 +764,10 @@ def _let_save(model: PreTrainedModel) -> None:
         except ValueError as error:
             problem = " ".join(str(error).split())
     if problem:
-        raise ConfigError(f"the model has a generation_config, which transformers does not save: {problem}")
+        raise ConfigError(
+            f"transformers cannot save the model's generation_config: {problem.rstrip('.')}; correct "
+            "model.generation_config, or generation_config.json of the model"
+        )
 
 
 def compile_blocks(model: nn.Module) -> int:

@@ -248,6 +248,6 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/{self.secret}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that has gone away."""
+        """Ignore that a browser has gone away."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)

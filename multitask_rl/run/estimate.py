@@ -171,8 +171,8 @@ def estimate_memory(
         "reference": shape.parameters * width * has_reference(plan) / holders,
     }
     if actor_devices(config).is_offloaded:
-        # of embedding and head, and of a layer: weights, as many once more (the next layer's, or their
-        # gradient), and the gradient in float32
+        # embedding, head and one layer: their weights, the gathered weights of the next layer or gradients
+        # of the same size, and gradients in float32
         outside = 2 * shape.vocabulary * shape.hidden
         layer = max(0.0, shape.parameters - outside) / shape.layers
         parts = {"weights": (outside + layer) * (2 * width + 4)}

@@ -439,7 +439,7 @@ def scale_warning(algorithms: Mapping[str, Algorithm]) -> str:
     return (
         f"advantages or losses of {', '.join(sorted(unscaled))} are unscaled (normalisation none, "
         "aggregation constant) and weigh less in the shared gradient than those of "
-        f"{', '.join(sorted(set(algorithms) - unscaled))}; give the unscaled algorithm_config "
+        f"{', '.join(sorted(set(algorithms) - unscaled))}; give the unscaled tasks algorithm_config "
         "{normalisation: task, aggregation: token}, a loss_weight, or all the same type"
     )
 

@@ -87,7 +87,7 @@ class RunState:
             # levels of other rewards say nothing: the task starts fresh, as one that the checkpoint lacks
             fresh = {old: "" for old, name in redefined.items() if renamed.get(old, name) == name}
             scheduler.load_state_dict(state, {**renamed, **fresh})
-            if fresh:  # the guard's factors and the prompts that it is owed stay
+            if fresh:  # such a task keeps the guard's factor and the prompts that it is owed
                 scheduler.carry = rename_tasks(state["carry"], renamed, scheduler.tasks)
                 scheduler.set_factors(rename_tasks(state["factors"], renamed, tasks))
 

@@ -424,7 +424,7 @@ class RunStore:
     def settings(self, config: RunConfig, specs: Mapping[str, TaskSpec]) -> dict[str, Any]:
         """Return the resolved configuration, with tasks, without secrets.
 
-        Of a finished run the written one, whose ``max_steps`` are those that it made.
+        Of a finished run it is the stored one; its ``max_steps`` is the number of steps that were made.
 
         Raises:
             TrainingError: the run is finished, and was made with other settings.

@@ -106,7 +106,8 @@ def oom_kills() -> int:
 class WorkerDiedError(Exception):
     """The process ended without being asked to; ``signal`` killed it (0 = it exited by itself).
 
-    ``by_oom_killer``: it was SIGKILL, and the kernel had to kill a process because memory ran out.
+    ``by_oom_killer``: it was SIGKILL, and during the call the kernel killed a process of this machine because
+    memory ran out.
     """
 
     def __init__(self, returncode: int | None, *, by_oom_killer: bool = False) -> None:
@@ -115,7 +116,7 @@ class WorkerDiedError(Exception):
         self.returncode = returncode
         self.by_oom_killer = by_oom_killer and self.signal == signal.SIGKILL
         self.is_outside = self.signal in _OUTSIDE_SIGNALS and not self.by_oom_killer
-        """Something else on the machine killed it, which is rarely the fault of what it did."""
+        """SIGKILL or SIGTERM of another process, which is rarely the fault of the response it graded."""
 
     @property
     def reason(self) -> str:
@@ -172,7 +173,7 @@ class WorkerProcess:
         self._plan = plan
         self._calls = 0
         self._oom_kills = oom_kills()
-        """As many as before the call."""
+        """``oom_kills`` before the call, or before the start."""
         self._text_only = False
 
     def wait_ready(self) -> PluginFacts:

@@ -128,7 +128,7 @@ class TaskState:
 
     @property
     def measuring(self) -> str:
-        """Hash of the held-out rows, the form and most tokens of prompts, sampling and control tokens."""
+        """Hash of what evaluations depend on: rows, form and length of prompts, sampling, control tokens."""
         spec, condition = self.spec, self.algorithm.condition([], evaluation=True)
         sampling = sampling_hash(self.eval_sampling, condition)
         form = [
@@ -194,7 +194,9 @@ class TaskState:
         beta, saved = self.kl.coefficient, state["kl"]["coefficient"]
         if beta != saved:
             logger.warning("task %r: kl.coefficient goes on with %g, it was %g", name, beta, saved)
-        changed = new_rules | (self.multipliers.keys() ^ state["multipliers"].keys())  # or came, or went
+        changed = new_rules | (
+            self.multipliers.keys() ^ state["multipliers"].keys()
+        )  # also new and removed ones
         redefined = {f"cost/{name}" for name in changed} | ({"reward"} if self.is_redefined() else set())
         self.algorithm.forget(redefined)
         for constraint, multiplier in self.multipliers.items():

@@ -273,11 +273,11 @@ class Trainer:
     def train(self) -> Evaluations:
         """Run to ``max_steps`` and return the last evaluation: a mapping that prints as a table.
 
-        Its ``changes`` compare the last evaluation with the first. An event ``alarm`` names tasks that are
-        worse.
-        A finished run makes no more steps; its trackers are ended again, in case a kill prevented it. Ctrl-C,
-        SIGTERM and SIGUSR1 finish the update, save a checkpoint and raise a ``KeyboardInterrupt``; a second
-        one ends at once.
+        Its ``changes`` compare the last evaluation with the first; an event ``alarm`` names tasks that are
+        worse. A finished run makes no more steps; its trackers are ended again, in case a kill prevented it.
+
+        At Ctrl-C, SIGTERM, SIGUSR1 or a closed terminal the update is finished, a checkpoint is saved and a
+        ``KeyboardInterrupt`` is raised. A second signal ends the process at once.
 
         Raises:
             GuardStop: the guard ended the run.
@@ -486,12 +486,12 @@ class Trainer:
 
 
 def _check_torch() -> None:
-    """Raise a ``ConfigError`` if a script has set what makes torch learn nothing, or fail in a step."""
+    """Raise a ``ConfigError`` if a setting of torch by the script prevents training or makes it fail."""
     import torch
 
     if torch.is_inference_mode_enabled():
         raise ConfigError(
-            "torch.inference_mode() is on, in which nothing is learnt; call the trainer outside"
+            "torch.inference_mode() is on, in which nothing is learnt; call the trainer outside of it"
         )
     if (dtype := torch.get_default_dtype()) != torch.float32:
         raise ConfigError(
@@ -505,7 +505,7 @@ def _check_torch() -> None:
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ConfigError(
-            "torch.autocast is on; call the trainer outside. model.autocast=true computes in bfloat16"
+            "torch.autocast is on; call the trainer outside of it. model.autocast=true computes in bfloat16"
         )
 
 

@@ -262,7 +262,7 @@ def _run(
 def split_head(model: Any) -> tuple[Any, Any] | None:
     """Return decoder and language-model head of ``model``; None if the logits are not the head's outputs.
 
-    That is tried once and noted in the model: its copies, and a rank with a part of it, know it.
+    This is tried once. The model keeps the result, also its copies and the parts of it on other ranks.
     """
     if "can_split_head" not in vars(model):
         model.can_split_head = _can_split_head(model)

@@ -97,7 +97,7 @@ class ActorCriticOptimizer:
         self.scales_loss = scales_loss
         self._first_scale = self._scale = FIRST_SCALE if scales_loss else 1.0
         self.sharing = StateSharing(actor, critic)
-        """How processes divide the state: this one updates its own parameters alone."""
+        """How processes divide the state; each updates only its own parameters."""
 
     @property
     def state_bytes(self) -> int:
@@ -126,7 +126,7 @@ class ActorCriticOptimizer:
         Raises:
             TrainingError: another process has ended.
         """
-        for group in self.parameters if self.scales_loss else ():  # each on a device of its own
+        for group in self.parameters if self.scales_loss else ():  # they may be on two devices
             grads = [p.grad for p in group if p.grad is not None]
             if grads:  # a step without a gradient moves nothing
                 torch._foreach_div_(grads, self.loss_scale)

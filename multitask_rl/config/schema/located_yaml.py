@@ -48,7 +48,7 @@ class _Loader(_Rules, yaml.SafeLoader):
 if yaml.__with_libyaml__:
 
     class _FastLoader(yaml.composer.Composer, _Rules, yaml.CSafeLoader):
-        """Parses with libyaml, in a fraction of the time; its errors say less.
+        """Parses with libyaml, in a fraction of the time; its errors say less, so ``_Loader`` reports them.
 
         The nodes are made in Python: libyaml's own recursion would end the process in a deep nesting.
         """
@@ -100,9 +100,9 @@ class Where:
         return f"{self.file}:{self.line}" if self.line else self.file
 
     def source_of(self, text: str) -> str:
-        """Return ``source`` of the longest known key path below this place that ``text`` begins with.
+        """Return the ``source`` of the key that ``text`` (``.a[0].b: ...``) begins with, below this place.
 
-        Such a text is ``.a[0].b: ...``. Without such a path it is that of this place.
+        If the file has no such key, it is that of the nearest key above it.
         """
         found = self
         for path in self.lines:

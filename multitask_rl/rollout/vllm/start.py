@@ -233,7 +233,7 @@ def _without_side_effects(num_ranks: int) -> Iterator[None]:
             os.environ.pop("OMP_NUM_THREADS")
             if before is not None:
                 os.environ["OMP_NUM_THREADS"] = before
-        # vLLM takes all but one, and on a CPU makes the setter do nothing
+        # vLLM leaves one thread, and on a CPU makes the setter do nothing
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(threads)
         random.setstate(python)

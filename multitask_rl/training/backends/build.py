@@ -113,7 +113,7 @@ class TorchBackend(TrainingBackend):
         on_gpu = devices[0][0].startswith("cuda")
         local = ranks_per_machine() or len(devices)
         uses_cpu = not on_gpu or config.optimizer.moments == "host" or actor_devices(config).is_offloaded
-        # all ranks of a machine use it at the same time
+        # the ranks of a machine compute on its cores at the same time
         threads = (config.num_threads or max(1, usable_cores() // local)) if uses_cpu else 0
         launch: Launch = cls.launch
         if started := torchrun_size():
@@ -175,7 +175,7 @@ def serve_torchrun_rank() -> None:
     number = 0
     while (where := json.loads(_store().get(f"multitask_rl/{rank}/{number}"))) is not None:
         # the process serves the next run too, and torchrun ends it if the trainer is killed
-        # torchrun sends a signal to every rank; the trainer needs this one to save
+        # torchrun sends a signal to all ranks; this one goes on, since the trainer needs it to save
         with noting_signals() as came:
             has_succeeded = serve(**where, outlives=True)
         if came or not has_succeeded:
@@ -228,7 +228,7 @@ def _own_address() -> str:
     name = os.environ["MASTER_ADDR"]
     address = socket.gethostbyname(name)
     if address.startswith("127.") and name not in ("localhost", address):
-        # Debian gives the machine's own name such an address; this socket sends nothing and shows the other
+        # Debian gives the machine's own name such an address; a UDP socket knows the other and sends nothing
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("192.0.2.1", 9))
             address = str(probe.getsockname()[0])

@@ -173,7 +173,7 @@ class Rank:
     def shard(self, actor: Actor | None = None) -> None:
         """Cut the actor and the reference in place to this rank's parts.
 
-        ``actor``: rank 0 cuts this one, with the same weights as its own.
+        ``actor``: rank 0 cuts this one instead of its own, which has the same weights.
         """
         actor = actor or self.own.runner.actor
         assert self._shards is not None, "these ranks hold copies"

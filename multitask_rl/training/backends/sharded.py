@@ -139,7 +139,7 @@ class ShardedPasses(Passes):
 
 
 class Shards:
-    """This rank's parts of the parameters ``named``, which ``shard_model`` cut, the layers by ``spec``.
+    """This rank's parts of the parameters ``named``; ``spec`` says how ``tensor=2`` cut the layers.
 
     A parameter is named by its number, its index in ``names``.
     """

@@ -111,7 +111,7 @@ class SharedState(StateSharing):
         ranks.traffic.seconds += time.monotonic() - began
 
     def deal(self, number: int, value: Tensor) -> list[tuple[int, Tensor]]:
-        """Return rank and part for each rank that keeps a part of ``value``, a state of a parameter."""
+        """Return rank and part for each rank that keeps a part of ``value``, a state of this parameter."""
         return [(self._owner[self.numbered[str(number)]], value)]
 
     def is_first(self, number: int) -> bool:

@@ -212,11 +212,11 @@ def test_tables_show_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert row.endswith("yes   better")
     assert "other against base: 1 better" in text
     assert "[1]   null" in text
-    alone = "every arm has one run: intervals and verdicts are those of other prompts, not of other seeds"
+    alone = "every arm has one run: intervals and verdicts are for other prompts and the same seed"
     assert f"note: {alone}" in text
     third = _write_run(tmp_path / "c", [(3, "math", [0.2, 0.6, 0.5, 0.7])], {"seed": 0, "x": 3})
     assert main_compare([str(base), str(other), str(third)]) == 0
-    told = "at 5 % over the 2 of all tables together (Holm); every interval stands alone"
+    told = "at 5 % over all 2 verdicts of all tables together (Holm); intervals: each 95 % by itself"
     assert capsys.readouterr().out.count(told) == 2
     runs = [*_seeds(tmp_path, "s", [0, 1], 0.0), *_seeds(tmp_path, "t", [0, 1], 0.5)]
     assert main_compare(list(map(str, runs))) == 0

@@ -93,7 +93,7 @@ def test_a_model_whose_sampling_settings_transformers_does_not_save_is_saved(tmp
 def test_generation_settings_that_no_save_takes_are_refused_before_training():
     model = build_model()
     model.generation_config.max_new_tokens = -1
-    with pytest.raises(ConfigError, match=r"generation_config, which transformers does not save.*max_new"):
+    with pytest.raises(ConfigError, match=r"cannot save the model's generation_config.*max_new"):
         make_actor(model, build_tokenizer())
 
 
