@@ -403,7 +403,10 @@ def _explain(error: Exception) -> str:
     hint = next((f"; give {form}" for end, form in _FORMS.items() if end in " ".join(said)), "")
     if added := re.match(r"Could not override '([^']+)'\. No match in the defaults list", said[0]):
         hint = f"; it is a folder of --config-dir, whose files are added: write +{added[1]}=NAME"
-    if named := re.match(r"Error merging override (\w+)=(.*?): .* is not a subclass of", " ".join(said)):
+    if named := re.match(
+        r"Error merging override (\w+)=(.*?)(?: Invalid type assigned)?: .* is not a subclass of",
+        " ".join(said),
+    ):
         first = next(key for key in config_keys() if key.startswith(f"{named[1]}."))
         return (
             f"configuration: {named[1]!r} is a section; write {named[1]}.KEY=VALUE, such as "

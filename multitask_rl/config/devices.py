@@ -70,10 +70,11 @@ def parse_devices(text: str, where: str = "device") -> DeviceSet:
     >>> parse_devices("cuda:0-2,5").indices
     (0, 1, 2, 5)
     """
-    text = str(text).replace(" ", "")
-    if text in ("cpu", "cuda"):
-        return DeviceSet(text)
-    match = _NUMBERED.fullmatch(text)
+    text = str(text)
+    close = text.replace(" ", "")
+    if close in ("cpu", "cuda"):
+        return DeviceSet(close)
+    match = _NUMBERED.fullmatch(close)
     if match is None:
         raise ConfigError(f"{where}: {text!r} is no device ({_ALLOWED})")
     indices: list[int] = []

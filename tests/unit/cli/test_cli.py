@@ -565,9 +565,12 @@ def test_sweep_runs_every_value_in_its_own_directory_even_if_one_fails(
         (["executor=cloud"], ["executor", "local, ray"]),
         (
             ["model=SmolLM2"],
-            ["'model' is a section; write model.KEY=VALUE, such as model.name_or_path=SmolLM2"],
+            ["'model' is a section; write model.KEY=VALUE, such as model.name_or_path=SmolLM2 (keys: "],
         ),
-        (["guard=false"], ["'guard' is a section; write guard.KEY=VALUE, such as guard.enabled=false"]),
+        (
+            ["guard=false"],
+            ["'guard' is a section; write guard.KEY=VALUE, such as guard.enabled=false (keys: "],
+        ),
         (["+experiment=none"], ["no key or group 'experiment'", "--config-dir"]),
         (["--config-dir", "nowhere"], ["nowhere", "not found"]),
         (["tasks.math"], ["tasks.math"]),

@@ -65,7 +65,7 @@ def test_parts_of_a_model_on_gpus_may_lie_in_host_memory() -> None:
         assert not usual.is_offloaded
         assert (offloaded.parts, offloaded.tensor, offloaded) == (usual.parts, usual.tensor, usual)
     for text in ("cuda:0 offload", "cuda:0-3 offload", "cpu:0-1 sharded offload"):
-        with pytest.raises(ConfigError, match="offload moves weights from GPUs to host memory"):
+        with pytest.raises(ConfigError, match=f"'{text}': offload moves weights from GPUs to host memory"):
             parse_devices(text)
     twice = RunConfig(
         device_map={"actor": "cuda:0-1 sharded offload"}, optimizer=OptimizerConfig(moments="host")
