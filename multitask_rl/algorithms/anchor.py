@@ -1,4 +1,4 @@
-"""An anchor: prompts or texts that no task trains on, evaluated to see what training changes beside them."""
+"""Algorithm ``anchor``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from multitask_rl.config.schema.ranges import Count
 
 
 class Anchor(Algorithm):
-    """Trains nothing: ``step/texts.py`` measures ``loss`` and ``kl`` of the task in every evaluation.
+    """An anchor: prompts or texts that no task trains on, evaluated to see what training changes beside them.
+
+    Trains nothing: ``step/texts.py`` measures ``loss`` and ``kl`` of the task in every evaluation.
 
     Forgetting follows the KL from the initial to the present policy: Shenfeld et al., "RL's Razor"
     (arXiv:2509.04259).

@@ -1,4 +1,4 @@
-"""CISPO: clip the importance weight, keep every token's gradient."""
+"""Algorithm ``cispo``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from multitask_rl.algorithms.policy_loss import bounded_log_ratio, with_correcti
 
 
 class CISPO(GRPO):
-    """``L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``.
+    """CISPO: clip the importance weight, keep every token's gradient.
+
+    ``L = -stop_gradient(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi``.
 
     PPO's clip removes the gradient of tokens whose ratio has moved, among them the rare ones that start a new
     line of thought; here the weight is bounded and no token is dropped. The dual clip has no effect.

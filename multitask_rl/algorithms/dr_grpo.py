@@ -1,4 +1,4 @@
-"""Dr.GRPO: GRPO without its two biases."""
+"""Algorithm ``dr_grpo``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from multitask_rl.algorithms.grpo import GRPO, GRPOConfig
 
 
 class DrGRPO(GRPO):
-    """Advantages ``r - mean r`` of the group, summed over tokens and divided by a constant.
+    """Dr.GRPO: GRPO without its two biases.
+
+    Advantages ``r - mean r`` of the group, summed over tokens and divided by a constant.
 
     GRPO's division by the group's deviation weighs prompts by difficulty; its division by the response's
     length favours short right and long wrong answers. Dr.GRPO omits both. The constant is samples times

@@ -1,4 +1,4 @@
-"""GSPO: one importance ratio per response instead of one per token."""
+"""Algorithm ``gspo``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from multitask_rl.algorithms.ragged import segment_mean
 
 
 class GSPO(GRPO):
-    """PPO's clip on ``s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i)``, the geometric mean of the token ratios.
+    """GSPO: one importance ratio per response instead of one per token.
+
+    PPO's clip on ``s_i = (pi(y_i) / pi_old(y_i))^(1 / L_i)``, the geometric mean of the token ratios.
 
     Every token of a response carries the response's loss, so that the mean over its tokens (aggregation
     ``sequence``) is the paper's objective. Needs all tokens of a response in one micro-batch. An episode has

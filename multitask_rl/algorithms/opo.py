@@ -1,4 +1,4 @@
-"""OPO: exact on-policy training with the length-weighted optimal baseline."""
+"""Algorithm ``opo``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from multitask_rl.algorithms.ragged import broadcast, segment_sum
 
 
 class OPO(DrGRPO):
-    """Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.
+    """OPO: exact on-policy training with the length-weighted optimal baseline.
+
+    Advantages ``r - sum(L r) / sum(L)`` of the group, with L the response lengths.
 
     A token that a grammar forced does not count in L. The baseline minimises the gradient's variance if the
     squared norm of a response's score is proportional to its length. Advantages weighted by length sum to

@@ -1,4 +1,4 @@
-"""REINFORCE++: whitening over the task's batch in place of a critic."""
+"""Algorithm ``reinforce_pp``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from multitask_rl.algorithms.ragged import broadcast, check_tokens, discounted_s
 
 
 class ReinforcePP(GRPO):
-    """``A_t = (whiten(r) - lambda whiten(c)) / (1 + lambda) - beta (K_t - mean K)``.
+    """REINFORCE++: whitening over the task's batch in place of a critic.
+
+    ``A_t = (whiten(r) - lambda whiten(c)) / (1 + lambda) - beta (K_t - mean K)``.
 
     ``K_t = sum over t' >= t of log(old / reference)`` is the KL still to come. Whitening runs over the
     tokens of *this task* only: over a mixed batch, the task with the widest rewards would set the scale of

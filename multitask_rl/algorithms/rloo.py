@@ -1,4 +1,4 @@
-"""RLOO: REINFORCE whose baseline is the mean of the other responses."""
+"""Algorithm ``rloo``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from multitask_rl.algorithms.dr_grpo import DrGRPO
 
 
 class RLOO(DrGRPO):
-    """Advantages ``r_i - mean of r_j, j != i`` = ``G / (G - 1)`` times those of Dr.GRPO.
+    """RLOO: REINFORCE whose baseline is the mean of the other responses.
+
+    Advantages ``r_i - mean of r_j, j != i`` = ``G / (G - 1)`` times those of Dr.GRPO.
 
     The factor matters where groups differ in size; the baseline does not contain the sample, so it is
     unbiased.

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: cross entropy on the answers of the rows, beside other tasks."""
+"""Algorithm ``sft``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from multitask_rl.records import Scored, TrainSample
 
 
 class SFT(Algorithm):
-    """``L = -log pi(y_t | x, y_<t)`` for every token of the row's answer and its end token.
+    """Supervised fine-tuning: cross entropy on the answers of the rows, beside other tasks.
+
+    ``L = -log pi(y_t | x, y_<t)`` for every token of the row's answer and its end token.
 
     Nothing is sampled or scored in training. Importance settings have no effect.
     """

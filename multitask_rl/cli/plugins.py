@@ -76,6 +76,8 @@ def describe(info: PluginInfo) -> str:
         return "(its source cannot be read)"
     text = ast.get_docstring(tree) or ""
     needs = ""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    constants = {ast.unparse(node.targets[0]): node.value for node in assigned}
     for node in tree.body:
         if (
             isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
@@ -85,6 +87,7 @@ def describe(info: PluginInfo) -> str:
             given = [k for k in ast.walk(node) if isinstance(k, ast.keyword) and k.arg == "needs"]
             for keyword in given[:1]:  # needs=(...) of its PluginTraits
                 if isinstance(keyword.value, (ast.Tuple, ast.List)):
-                    columns = (e.value for e in keyword.value.elts if isinstance(e, ast.Constant))
-                    needs = f" [reads {', '.join(map(str, columns))}]"
+                    named = [constants.get(ast.unparse(e), e) for e in keyword.value.elts]
+                    columns = [str(e.value) for e in named if isinstance(e, ast.Constant)]
+                    needs = f" [reads {', '.join(columns)}]" if columns else ""
     return text.strip().partition("\n")[0] + needs

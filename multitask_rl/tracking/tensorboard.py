@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardTracker(Tracker):
-    """Scalars of steps and evaluations; configuration, events and some samples as texts.
+    """TensorBoard: scalars of steps and evaluations; configuration, events and some samples as texts.
 
     Raises:
         MissingExtraError: TensorBoard is not installed.

@@ -20,7 +20,7 @@ from multitask_rl.tracking.base import PageTracker
 
 
 class TrackioTracker(PageTracker):
-    """Numbers with their steps; some samples as tables; alarms and stops as alerts.
+    """trackio: numbers with their steps; some samples as tables; alarms and stops as alerts.
 
     Raises:
         MissingExtraError: the client is not installed.

@@ -22,7 +22,7 @@ _STEP = "training_step"
 
 
 class WandbTracker(PageTracker):
-    """Numbers with their steps; some samples as tables; alarms and stops as alerts.
+    """Weights & Biases: numbers with their steps; some samples as tables; alarms and stops as alerts.
 
     Raises:
         MissingExtraError: the client is not installed.

@@ -1,4 +1,4 @@
-"""Programming-contest problems: a program reads standard input and prints the answer."""
+"""Task ``code_stdio``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class CodeStdio(SourcedTask):
-    """CodeContests (arXiv:2203.07814) from the hub, or any rows with ``{"stdin", "stdout"}`` tests.
+    """Programming-contest problems: a program reads standard input and prints the answer.
+
+    CodeContests (arXiv:2203.07814) from the hub, or any rows with ``{"stdin", "stdout"}`` tests.
 
     A program earns 1 if it passes all tests of the row, else 0. A row whose tests all expect one output is
     left out: a program that prints this output passes them. Tests whose input stands in the prompt are left

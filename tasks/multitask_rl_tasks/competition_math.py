@@ -1,4 +1,4 @@
-"""MATH: competition problems with LaTeX answers (arXiv:2103.03874); test on MATH-500 (arXiv:2305.20050)."""
+"""Task ``math``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ _SUBJECTS = (
 
 
 class CompetitionMath(SourcedTask):
-    """Test: MATH-500. Train: the training part of MATH from ``train_source``, or the file's own rows."""
+    """MATH: competition problems with LaTeX answers (arXiv:2103.03874); test on MATH-500 (arXiv:2305.20050).
+
+    Training rows: the training part of MATH from ``train_source``, or the file's own rows.
+    """
 
     licence: ClassVar[str] = "MIT (the problems' authors are named by AoPS; contested)"
     files: ClassVar[tuple[str, ...]] = ("math500.jsonl",)

@@ -1,4 +1,4 @@
-"""FEVER: does the evidence support or refute the claim? (arXiv:1803.05355)."""
+"""Task ``fact_check``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _LABELS = ["SUPPORTS", "REFUTES"]
 
 
 class FactCheck(SourcedTask):
-    """Rows hold ``claim`` and ``evidence`` apart, so that ``fact_checker`` can be added as a constraint."""
+    """FEVER: does the evidence support or refute the claim? (arXiv:1803.05355).
+
+    Rows hold ``claim`` and ``evidence`` apart, so that ``fact_checker`` can be added as a constraint.
+    """
 
     licence: ClassVar[str] = "CC BY-SA 3.0"
     files: ClassVar[tuple[str, ...]] = ("factcheck_fever.jsonl",)

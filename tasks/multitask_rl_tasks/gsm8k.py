@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems with a number as the answer (arXiv:2110.14168)."""
+"""Task ``gsm8k``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class Gsm8k(SourcedTask):
-    r"""Train and test as published; the answer counts in ``\boxed{}``, after "####" or "answer is"."""
+    r"""GSM8K: grade-school word problems with a number as the answer (arXiv:2110.14168).
+
+    Train and test as published; the answer counts in ``\boxed{}``, after "####" or "answer is".
+    """
 
     licence: ClassVar[str] = "MIT"
     files: ClassVar[tuple[str, ...]] = ("gsm8k_train.jsonl", "gsm8k_test.jsonl")

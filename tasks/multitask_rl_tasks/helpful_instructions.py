@@ -1,4 +1,4 @@
-"""Instructions with a written answer: Dolly (human), Alpaca or any rows with ``prompt`` and ``reference``."""
+"""Task ``helpful_instructions``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class HelpfulInstructions(SourcedTask):
-    """Overlap with the written answer (ROUGE-L), or a reward model where one is named.
+    """Instructions with a written answer: Dolly (human), Alpaca, or rows with ``prompt`` and ``reference``.
+
+    Overlap with the written answer (ROUGE-L), or a reward model where one is named.
 
     ROUGE knows words, not help: with it alone this is a task for supervised warm starts and smoke tests.
     """

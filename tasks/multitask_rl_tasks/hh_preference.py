@@ -1,4 +1,4 @@
-"""HH-RLHF: helpful and harmless assistant answers by a preference reward model (arXiv:2204.05862)."""
+"""Task ``hh_preference``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 
 
 class HHPreference(SourcedTask):
-    """Single-turn prompts; the reward is a reward model's, the overlap with the chosen answer a metric.
+    """HH-RLHF: helpful and harmless assistant answers by a preference reward model (arXiv:2204.05862).
+
+    Single-turn prompts; the reward is a reward model's, the overlap with the chosen answer a metric.
 
     Content warning: prompts and rejected answers are offensive in part.
     """

@@ -1,4 +1,4 @@
-"""HumanEval: complete a Python function from signature and docstring (arXiv:2107.03374); evaluation only."""
+"""Task ``humaneval``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class HumanEval(SourcedTask):
-    """A body, or the whole function again, scores 1 if the published ``check`` passes."""
+    """HumanEval: complete a Python function from signature and docstring (arXiv:2107.03374); evaluation only.
+
+    A body, or the whole function again, scores 1 if the published ``check`` passes.
+    """
 
     licence: ClassVar[str] = "MIT"
     files: ClassVar[tuple[str, ...]] = ("humaneval.jsonl",)

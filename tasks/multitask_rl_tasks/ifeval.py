@@ -1,4 +1,4 @@
-"""IFEval: instructions whose fulfilment a program can check (arXiv:2311.07911); evaluation only."""
+"""Task ``ifeval``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class IFEval(SourcedTask):
-    """The share of a prompt's instructions followed; ``ifeval/all`` says whether all of them were."""
+    """IFEval: instructions whose fulfilment a program can check (arXiv:2311.07911); evaluation only.
+
+    The share of a prompt's instructions followed; ``ifeval/all`` says whether all of them were.
+    """
 
     licence: ClassVar[str] = "Apache-2.0"
     files: ClassVar[tuple[str, ...]] = ("ifeval.jsonl",)

@@ -1,4 +1,4 @@
-"""Key-value retrieval from a long JSON object (arXiv:2307.03172, section 3): made here, or from a file."""
+"""Task ``long_context_kv``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 
 
 class LongContextKV(SourcedTask):
-    """Find one UUID among many. Without a ``source`` the rows are drawn from a seed, other ones per split."""
+    """Key-value retrieval from a long JSON object (arXiv:2307.03172, section 3): made here, or from a file.
+
+    Find one UUID among many. Without a ``source`` the rows are drawn from a seed, other ones per split.
+    """
 
     licence: ClassVar[str] = "MIT"
     files: ClassVar[tuple[str, ...]] = ("longcontext_kv.jsonl",)

@@ -1,4 +1,4 @@
-"""One- and two-step word problems (SVAMP, arXiv:2103.07191; MAWPS): a maths task for very small models."""
+"""Task ``math_easy``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class MathEasy(SourcedTask):
-    """Short questions with a number as the answer; the last number of the response counts."""
+    """One- and two-step word problems (SVAMP, arXiv:2103.07191; MAWPS): a maths task for very small models.
+
+    Short questions with a number as the answer; the last number of the response counts.
+    """
 
     licence: ClassVar[str] = "MIT"
     files: ClassVar[tuple[str, ...]] = ("math_easy.jsonl",)

@@ -1,4 +1,4 @@
-"""MBPP: short Python functions with asserts as tests (arXiv:2108.07732)."""
+"""Task ``mbpp``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class Mbpp(SourcedTask):
-    """The prompt shows one of a row's tests, so that name and signature are known.
+    """MBPP: short Python functions with asserts as tests (arXiv:2108.07732).
+
+    The prompt shows one of a row's tests, so that name and signature are known.
 
     A program earns 1 if it passes all tests, the shown one among them, else 0. In 7 of the 974 rows all
     tests expect one value.

@@ -1,4 +1,4 @@
-"""NQ-open: questions people asked, answered from memory in a few words (arXiv:1906.00300)."""
+"""Task ``nq_open``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from multitask_rl_tasks.sourced import Row, SourceConfig, SourcedTask, plugin_en
 
 
 class NQOpen(SourcedTask):
-    """Exact match with any accepted answer; word overlap as a metric."""
+    """NQ-open: questions people asked, answered from memory in a few words (arXiv:1906.00300).
+
+    Exact match with any accepted answer; word overlap as a metric.
+    """
 
     licence: ClassVar[str] = "CC BY-SA 3.0"
     files: ClassVar[tuple[str, ...]] = ("nq_open.jsonl",)

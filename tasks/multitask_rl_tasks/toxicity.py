@@ -1,4 +1,4 @@
-"""HateCheck: is a text hateful? (arXiv:2012.15606); a functional test suite, evaluation only."""
+"""Task ``toxicity``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _LABELS = ["hateful", "non-hateful"]
 
 
 class Toxicity(SourcedTask):
-    """The response says whether a text is hateful. Content warning: the texts hold slurs."""
+    """HateCheck: is a text hateful? (arXiv:2012.15606); a functional test suite, evaluation only.
+
+    Content warning: the texts hold slurs.
+    """
 
     licence: ClassVar[str] = "CC BY 4.0"
     files: ClassVar[tuple[str, ...]] = ("toxicity_classify.jsonl",)

@@ -1,4 +1,4 @@
-"""TruthfulQA (arXiv:2109.07958), single-answer multiple choice; evaluation only."""
+"""Task ``truthfulqa``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _LETTER = r"(?i:\banswer(?:[*_\s]*:|\s+is\b:?))[*_\s(\[$]*(?:\\boxed\{)?([A-Z])(
 
 
 class TruthfulQA(SourcedTask):
-    """Options are shuffled by the question's text (the data puts the right one first): equal in every run."""
+    """TruthfulQA (arXiv:2109.07958), single-answer multiple choice; evaluation only.
+
+    Options are shuffled by the question's text (the data puts the right one first): equal in every run.
+    """
 
     licence: ClassVar[str] = "Apache-2.0"
     files: ClassVar[tuple[str, ...]] = ("truthfulqa.jsonl",)

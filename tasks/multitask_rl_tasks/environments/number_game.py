@@ -71,7 +71,10 @@ class NumberGame:
 
 
 class NumberGameTask:
-    """Rows of the game. A row is of the split that a hash of its seed chooses, at every level."""
+    """Games of the environment ``number_game``: guess a number from the answers "higher" and "lower".
+
+    A hash of a row's seed chooses its split, the same at every level.
+    """
 
     licence: ClassVar[str] = "Apache-2.0"
 

@@ -1,4 +1,4 @@
-"""``user``: a second model behind an OpenAI-compatible address plays the user, judges, or both."""
+"""Environment ``user``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ RUBRIC = (
 
 
 class User:
-    """The prompt is the user's first message; the model sees it, the row's columns and the answers.
+    """A second model behind an OpenAI-compatible address plays the user, judges, or both.
+
+    The prompt is the user's first message; the model sees it, the row's columns and the answers.
 
     The episode ends when the user writes ``stop`` or nothing, or after the actor's answer to the last reply.
     Then the judge's score is the reward, scaled to [0, 1]; without a judge the reward is None. An episode
