@@ -30,10 +30,9 @@ def main(argv: Sequence[str]) -> int:
     if command == "list":
         kinds = {group.rpartition(".")[2]: group for group in GROUPS}
         parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
-        # ``check`` and ``new`` name a kind in the singular
-        kinds |= {
-            kind.removesuffix("es" if kind == "sandboxes" else "s"): kinds[kind] for kind in list(kinds)
-        }
+        for kind, group in list(kinds.items()):
+            word = kind.rpartition("_")[2]  # ``check`` and ``new`` name it so, in the singular
+            kinds |= {word: group, word.removesuffix("es" if word == "sandboxes" else "s"): group}
         parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
         kind = parser.parse_args(rest).kind
         infos = list_plugins(kinds[kind] if kind else None)

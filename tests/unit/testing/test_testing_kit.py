@@ -143,6 +143,7 @@ def test_plugins_list_shows_summaries(capsys: pytest.CaptureFixture[str]) -> Non
     assert any(line.startswith("rewards  exact_match") for line in lines)
     assert all(describe(info).partition(" [reads")[0] for info in list_plugins(REWARDS))
     assert next(line for line in lines if line.startswith("rewards  refusal ")).endswith("[reads reference]")
+    assert [main(["list", kind]) for kind in KINDS] == [0] * len(KINDS)
 
 
 @pytest.mark.parametrize("name", ["Bad", "1st", "class", "a-b", ""])
