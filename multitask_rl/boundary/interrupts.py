@@ -76,7 +76,8 @@ def stopping_on_signals() -> Iterator[None]:
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Let ``handle`` answer ``ENDING`` in the block, without ignored ones and a SIGUSR1 of a script's own."""
     before = {n: handler for n in ENDING if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
-    if before.get(signal.SIGUSR1) not in (signal.SIG_DFL, _handle):
+    usr1 = before.get(signal.SIGUSR1)
+    if usr1 not in (signal.SIG_DFL, _handle) or (usr1 is not _handle and _is_caught(signal.SIGUSR1)):
         before.pop(signal.SIGUSR1, None)
     try:
         for number in before:
@@ -85,6 +86,15 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _is_caught(number: int) -> bool:
+    """Return whether the process handles the signal, be it by C code (``faulthandler``) unknown to Python."""
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 import contextlib
+import faulthandler
 import os
 import signal
 
@@ -226,3 +227,16 @@ def test_signals_are_only_noted_where_another_process_ends_this_one():
     assert came == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_faulthandler_keeps_sigusr1(tmp_path):
+    """Python does not know of its handler: ``getsignal`` says ``SIG_DFL``."""
+    with (tmp_path / "dump").open("w") as dump:
+        faulthandler.register(signal.SIGUSR1, file=dump)
+        try:
+            for _ in range(2):
+                with contextlib.suppress(KeyboardInterrupt), stopping_on_signals():
+                    os.kill(os.getpid(), signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert (tmp_path / "dump").read_text().count("most recent call first") == 2
