@@ -109,7 +109,7 @@ function showDifferences(body, data) {
           ...[row.before, row.after].map(writerOf(row)), signed(writerOf(row)(row.delta)), intervalOf(row), bar(row, most), row.metric, row.seeds.join(" + "), row.n, paired(row)])),
       make("ul", { class: "plain small" }, rows.filter(([, row]) => row.reason).map(([task, row]) => make("li", {}, `${task}: ${row.reason}`))),
       one.only_in_one.length ? make("p", { class: "small" }, `Tasks in only one of them: ${one.only_in_one.join(", ")}`) : "",
-      make("p", { class: "small muted" }, "Where both arms have several runs, the interval is that of other seeds and other prompts, else that of other prompts. Each stands alone. Verdicts are read together: p-values are corrected for all of this page (Holm)."));
+      make("p", { class: "small muted" }, "Where both arms have several runs, the interval is for other seeds and other prompts, else for other prompts alone. Each interval is 95 % by itself. The p-values of verdicts are corrected for all verdicts of this page (Holm)."));
   };
   body.append(make("p", { hidden: all.length < 2 }, make("label", { for: "other", class: "muted" }, `against ${all[0].base}: `), pick), box);
   bind("n", "next arm in the differences", () => { pick.value = (Number(pick.value) + 1) % all.length; draw(); get("differences").scrollIntoView(); });

@@ -76,7 +76,7 @@ def share_prompts(base: RunRecord, other: RunRecord, first: Evaluation, second: 
 def difference_rows(pairs: Mapping[Key, Pair]) -> dict[Key, dict[str, Any]]:
     """Return a row per pair.
 
-    Each interval stands alone; the verdicts are read together, so their p-values are corrected (Holm).
+    Each interval is 95 % by itself; the p-values of the verdicts are corrected for all of them (Holm).
     """
     found = {key: pair.difference() for key, pair in pairs.items()}
     corrected = holm([difference.p_value for difference in found.values()])

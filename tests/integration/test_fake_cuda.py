@@ -1,4 +1,4 @@
-"""Runs on two CUDA devices that are not there (``tests/fake_cuda``): mistakes of devices, without a GPU."""
+"""Runs on two simulated CUDA devices (``tests/fake_cuda``): mistakes of devices are found without a GPU."""
 
 import os
 import shutil
