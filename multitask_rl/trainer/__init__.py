@@ -500,8 +500,9 @@ def _check_torch() -> None:
         )
     if (device := torch.get_default_device()).type != "cpu":
         raise ConfigError(
-            f"torch's default device is {device}; call torch.set_default_device(None). device_map.actor "
-            "names the actor's device; without it a GPU is used where there is one"
+            f"torch's default device is {device}; call torch.set_default_device(None), or the trainer "
+            "outside of `with torch.device(...)`. device_map.actor names the actor's device; without "
+            "it a GPU is used where there is one"
         )
     if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         raise ConfigError(
