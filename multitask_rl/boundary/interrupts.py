@@ -85,7 +85,8 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # set by C code: Python cannot set it again
+                signal.signal(number, handler)
 
 
 def _is_caught(number: int) -> bool:

@@ -237,7 +237,7 @@ def plan_ranks(config: RunConfig) -> list[tuple[str, str]]:
     critic = parse_devices(device_map.get("critic", str(actor)), "device_map.critic")
     if critic.names != actor.names and spans_machines(config):
         raise ConfigError(
-            f"device_map.critic={str(critic)!r}: with {number} learner ranks on several machines the critic "
+            f"device_map.critic={str(critic)!r}: with {number} learner ranks by Ray or torchrun the critic "
             "lives on the actor's devices; leave it out"
         )
     if context > 1:

@@ -232,7 +232,7 @@ def test_signals_are_only_noted_where_another_process_ends_this_one():
 def test_faulthandler_keeps_sigusr1(tmp_path):
     """Python does not know of its handler: ``getsignal`` says ``SIG_DFL``."""
     with (tmp_path / "dump").open("w") as dump:
-        faulthandler.register(signal.SIGUSR1, file=dump)
+        faulthandler.register(signal.SIGUSR1, file=dump, all_threads=False)
         try:
             for _ in range(2):
                 with contextlib.suppress(KeyboardInterrupt), stopping_on_signals():
