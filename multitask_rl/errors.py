@@ -103,10 +103,18 @@ class GuardStop(MultitaskRLError):
     exit_code = 3
 
 
+def described(error: BaseException) -> str:
+    """Return type and message of a plugin's error, whose ``__str__`` may itself raise one."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception as own:  # noqa: BLE001 - code of a plugin
+        return f"{type(error).__name__}: (its __str__ raises {type(own).__name__})"
+
+
 def with_notes(error: BaseException) -> str:
     """Return the error in one line: type, message, notes."""
     notes = "".join(f", {note}" for note in vars(error).get("__notes__", ()))
-    return f"{type(error).__name__}: {error}{notes}"
+    return described(error) + notes
 
 
 def is_installed(package: str) -> bool:
@@ -165,6 +173,8 @@ def path_errors(
                 problem = "is a directory"
             case NotADirectoryError() if not Path(path).is_file():
                 problem = "goes through a file, which holds no other"
+            case FileExistsError() if Path(path).is_symlink():
+                problem = "is a link to a path that does not exist"
             case FileExistsError() | NotADirectoryError():
                 problem = "is a file"
             case PermissionError():

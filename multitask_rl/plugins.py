@@ -28,7 +28,14 @@ from typing import Any
 
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
-from multitask_rl.errors import ConfigError, MissingExtraError, PluginError, is_installed, path_errors
+from multitask_rl.errors import (
+    ConfigError,
+    MissingExtraError,
+    PluginError,
+    described,
+    is_installed,
+    path_errors,
+)
 
 PLUGIN_FORMS = "an installed name, package.module:object or path/to/file.py:object"
 """Allowed forms of a plugin reference, for messages."""
@@ -234,13 +241,11 @@ def build_plugin(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
         if f": {path}" in f": {error}":  # it names its key and line already
             raise
         raise type(error)(f"{where}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = ""
         if typed is None and isinstance(error, TypeError):
             hint = ". A class without a nested dataclass 'Config' is built without arguments"
-        raise PluginError(
-            f"{where}: {_label(cls)} could not be built: {type(error).__name__}: {error}{hint}"
-        ) from error
+        raise PluginError(f"{where}: {_label(cls)} could not be built: {described(error)}{hint}") from error
 
 
 def build_config(cls: Any, config: Mapping[str, Any], *, where: str) -> Any:
@@ -328,7 +333,7 @@ def _kind(group: str) -> str:
 
 def _import_failure(error: BaseException) -> str:
     """Return the error of an import, and what to do where that is known."""
-    told = f"{type(error).__name__}: {error}"
+    told = described(error)
     if isinstance(error, ModuleNotFoundError):
         return f"{told}; install that package beside multitask-rl, or correct the import"
     if isinstance(error, SystemExit):

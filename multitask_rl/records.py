@@ -332,6 +332,14 @@ class Scored:
     tokens: TokenRecord | None = None
     """Set before trackers get the record; None = not set yet."""
 
+    def check_reward(self) -> None:
+        """Make a ``reward`` that a stage has set, such as a tensor, a float; ``ValueError`` if it is none."""
+        given: Any = self.reward
+        if given is not None:
+            self.reward = math.nan if isinstance(given, (str, bytes)) else float(given)
+            if not math.isfinite(self.reward):
+                raise ValueError(f"reward: expected a finite number, or None for no reward, got {given!r}")
+
 
 def is_sum_of_terms(scored: Scored) -> bool:
     """Return whether the reward is the sum of ``terms``, but for rounding; True without terms."""

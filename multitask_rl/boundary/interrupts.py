@@ -75,7 +75,9 @@ def stopping_on_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Let ``handle`` answer ``ENDING`` in the block, without ignored ones and a SIGUSR1 of a script's own."""
-    before = {n: handler for n in ENDING if (handler := signal.getsignal(n)) is not signal.SIG_IGN}
+    handlers = ((number, signal.getsignal(number)) for number in ENDING)
+    # None: set by C code before Python started, and Python cannot set it again
+    before = {n: handler for n, handler in handlers if handler not in (signal.SIG_IGN, None)}
     usr1 = before.get(signal.SIGUSR1)
     if usr1 not in (signal.SIG_DFL, _handle) or (usr1 is not _handle and _is_caught(signal.SIGUSR1)):
         before.pop(signal.SIGUSR1, None)
@@ -85,8 +87,7 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # set by C code: Python cannot set it again
-                signal.signal(number, handler)
+            signal.signal(number, handler)
 
 
 def _is_caught(number: int) -> bool:

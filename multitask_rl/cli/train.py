@@ -396,6 +396,9 @@ def _explain(error: Exception) -> str:
         options = list(error.options or ())
         there = f" (there are: {', '.join(options)})" if options else ""
         return f"+{group}={name}: --config-dir has no such file{suggest(name, options)}{there}"
+    if isinstance(failed := error.__cause__, OSError) and str(failed.filename).endswith(".log"):
+        reason = f"{str(failed.filename)!r} cannot be written: {failed.strerror}"
+        return f"output_dir: the run's log {reason}; give another with output_dir=PATH"
     causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
     said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
     unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))

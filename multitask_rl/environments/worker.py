@@ -28,7 +28,7 @@ from multitask_rl.boundary.channel import Channel
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.base import ROLES, Earned, Opening, StepResult, World
 from multitask_rl.environments.calls import CALL_FACTS
-from multitask_rl.errors import DataError, MultitaskRLError, PluginError
+from multitask_rl.errors import DataError, MultitaskRLError, PluginError, described
 from multitask_rl.records import Failure, FailureKind
 from multitask_rl.scoring.results import place_of
 from multitask_rl.scoring.worker import PR_SET_PDEATHSIG, enter
@@ -143,7 +143,7 @@ class WorldWorker:
             try:
                 world.close()
             except BaseException as error:  # noqa: BLE001 - the episode is over
-                sys.stderr.write(f"{spec.where}: close failed: {type(error).__name__}: {error}\n")
+                sys.stderr.write(f"{spec.where}: close failed: {described(error)}\n")
         self._end(ticket)
 
     def _check(self, ticket: int, spec: WorldSpec) -> None:
@@ -152,7 +152,7 @@ class WorldWorker:
         except MultitaskRLError as error:
             self._send(ticket, error)
         except BaseException as error:  # noqa: BLE001 - foreign code
-            message = f"{spec.where}: {type(error).__name__}: {error}{place_of(error)}"
+            message = f"{spec.where}: {described(error)}{place_of(error)}"
             self._send(ticket, PluginError(message))
         self._end(ticket)
 
@@ -175,7 +175,7 @@ class WorldWorker:
 
 def _failure(error: BaseException) -> Failure:
     kind = FailureKind.data if isinstance(error, DataError) else FailureKind.infra
-    message = f"{type(error).__name__}: {error}{place_of(error)}"
+    message = f"{described(error)}{place_of(error)}"
     return Failure(kind=kind, message=message, source="environment")
 
 
@@ -211,6 +211,9 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
         )
     anew = None if answer.anew is None else _checked(answer.anew, Opening)
     assert not isinstance(anew, StepResult)
+    done: Any = answer.done
+    if isinstance(done, str):  # "no" would end the episode
+        raise TypeError(f"done is the text {done!r:.100}, expected True or False")
     if not (answer.done or messages or anew):
         raise ValueError("step(message) returned no message; an episode that is over has done=True")
     info = _plain(dict(answer.info))

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -566,6 +567,10 @@ def _load_errors(name: str) -> Iterator[None]:
         ) from error
 
 
+_LOADING = threading.Lock()
+"""transformers changes global state while it loads: a second thread that loads gets no weights."""
+
+
 def load_actor(
     config: ModelConfig,
     device: str = "",
@@ -586,6 +591,17 @@ def load_actor(
     Raises:
         ConfigError: it is no causal language model with a tokenizer, or does not support the attention.
     """
+    with _LOADING:
+        return _load_actor(config, device, seed, tokenizer, on_host)
+
+
+def _load_actor(
+    config: ModelConfig,
+    device: str,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase | None,
+    on_host: bool,
+) -> Actor:
     from transformers import AutoModelForCausalLM
 
     name = config.name_or_path
@@ -651,7 +667,7 @@ def make_actor(
         ConfigError: no causal language model, no tokenizer, or a configuration that the model was not built
             from.
     """
-    from transformers import AutoTokenizer, PreTrainedModel
+    from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # as in ``load_actor``
@@ -663,6 +679,11 @@ def make_actor(
         )
     if isinstance(model, torch.nn.Module):
         model = unwrap_model(model)
+        if compiled := [m for m in model.modules() if m._compiled_call_impl is not None]:
+            # it would compile again for each shape of a run, which takes minutes
+            _LOG.warning("the model's compile() is dropped; model.compile=true compiles it for a run")
+            for module in compiled:
+                module._compiled_call_impl = None
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         got = type(model).__name__
         raise ConfigError(
@@ -674,6 +695,9 @@ def make_actor(
             "the model has adapters of PEFT in it, and a checkpoint would not be a whole model; merge them "
             "(merge_and_unload() of PEFT), or give the base model and set model.lora.rank"
         )
+    _check_savable(model)
+    if model.generation_config is None:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
     if tokenizer is None:
@@ -687,6 +711,41 @@ def make_actor(
         check_attention(config, str(model.device))
         model.set_attn_implementation(config.attn_implementation)
     return _prepare(model, tokenizer, config, seed)
+
+
+def _check_savable(model: PreTrainedModel) -> None:
+    """Raise a ``ConfigError`` if the model computes, or is saved, as another one than its class makes."""
+    if "_original_forward" in vars(model):
+        raise ConfigError(
+            "Accelerate prepared the model with mixed_precision, so it would be sampled and trained under "
+            "autocast; give the model itself (accelerator.unwrap_model(model, keep_fp32_wrapper=False)). "
+            "model.autocast=true computes in bfloat16"
+        )
+    named = list(model.named_parameters(remove_duplicate=False))
+    if rounded := [name for name, p in named if not p.is_floating_point()]:
+        raise ConfigError(f"the model is quantised ({rounded[0]!r} holds integers); {_WHOLE_MODEL}")
+    tied = vars(model).get("all_tied_weights_keys") or {}
+    seen: dict[int, str] = {}
+    for name, parameter in named:
+        first = seen.setdefault(id(parameter), name)
+        if first != name and not tied.keys() & {first, name}:
+            raise ConfigError(
+                f"{first!r} and {name!r} are one tensor, which no checkpoint of transformers keeps; give a "
+                "model whose layers have weights of their own"
+            )
+    known = ("torch.nn.", "transformers", type(model).__module__)
+    foreign = [type(m).__name__ for m in model.modules() if not type(m).__module__.startswith(known)]
+    if foreign:
+        with torch.device("meta"):
+            wanted = type(model)(model.config).state_dict().keys()
+        if lacking := sorted(wanted - model.state_dict().keys()):
+            raise ConfigError(
+                f"the model has no {lacking[0]!r}, as its {foreign[0]} replaced a layer: no checkpoint of it "
+                f"could be loaded. If it is quantised: {_WHOLE_MODEL}"
+            )
+
+
+_WHOLE_MODEL = "quantised weights are not trained; give the model as it was before, in float32 or bfloat16"
 
 
 def _check_tokenizer(tokenizer: object) -> None:

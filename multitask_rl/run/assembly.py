@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
 from multitask_rl.environments.adapt import WorldSpec
 from multitask_rl.environments.pool import WorldPool
-from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.errors import ConfigError, MultitaskRLError, TrainingError
 from multitask_rl.executor.engine import RayEngine
 from multitask_rl.executor.group import hold_gpus
 from multitask_rl.executor.scorer import RayScorer, RunScorer
@@ -35,6 +35,7 @@ from multitask_rl.run.store import RunStore
 from multitask_rl.run.supervisor import Supervisor
 from multitask_rl.run.teachers import load_teachers
 from multitask_rl.scoring.pool import RewardPool
+from multitask_rl.scoring.results import place_of
 from multitask_rl.seeding import derive_seed
 from multitask_rl.statistics.definitions import metric_names
 from multitask_rl.step.evaluation import Evaluator
@@ -85,6 +86,22 @@ class RunParts:
         with self.closing as last:
             last.callback(self.trackers.finish, status)
             last.callback(attach_page, self.trackers)
+
+
+@contextlib.contextmanager
+def refusing_exits() -> Iterator[None]:
+    """Turn ``sys.exit`` of a plugin or a stage into an error: a run that is not finished must not end with 0.
+
+    Raises:
+        TrainingError: names the line.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise TrainingError(
+            f"a plugin, or code of yours, called sys.exit({error.code!r}){place_of(error)} in the middle of "
+            "a run; raise another exception there. A guard ends a run by GuardDecision(action=stop)"
+        ) from error
 
 
 def _tell_disk(plan: RunPlan, actor: Actor) -> None:
@@ -244,6 +261,7 @@ def build_parts(
         )
 
 
+@refusing_exits()
 def bind_controllers(
     plan: RunPlan,
     scheduler: DynamicTaskWeightScheduler,

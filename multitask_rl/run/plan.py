@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -157,6 +158,8 @@ def plan_run(
         raise ConfigError(
             "output_dir is empty; name a directory for the run's files, e.g. output_dir=runs/first"
         )
+    # code of a user may change the working directory
+    config = replace(config, output_dir=os.path.abspath(config.output_dir))
     resume = Path(config.checkpoint.resume)
     if str(resume) not in ("auto", "never") and not (resume / "manifest.json").is_file():
         run = resume / "checkpoints"
@@ -237,12 +240,18 @@ def plan_run(
             config.batch.quorum,
         )
     check_overlap(plan)
-    with path_errors("output_dir", plan.output_dir, "another with output_dir=PATH"):
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
-        probe = plan.output_dir / ".write_probe"
+    if not any((plan.output_dir / "checkpoints").glob("step_*")):  # of a run, which `eval` only reads
+        check_output_dir(plan.output_dir)
+    return plan
+
+
+def check_output_dir(directory: Path) -> None:
+    """Make the output directory; raise a ``ConfigError`` if it cannot be written."""
+    with path_errors("output_dir", directory, "another with output_dir=PATH"):
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".write_probe"
         probe.write_text("")
         probe.unlink()
-    return plan
 
 
 def load_task_rows(

@@ -8,7 +8,7 @@ from typing import Any
 
 from multitask_rl.boundary.printable import counted
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import MultitaskRLError, PluginError
+from multitask_rl.errors import MultitaskRLError, PluginError, described
 from multitask_rl.records import Failure, FailureKind, Rollout, Verdict
 from multitask_rl.scoring.adapt import find_plugin
 from multitask_rl.scoring.results import Result, failed, failure_of, no_column, to_result, to_verdict
@@ -67,7 +67,7 @@ class PluginPlan:
     def failed(self, error: BaseException) -> str:
         """Return the message for an ``error`` of the plugin before its first call."""
         what = f"{self.where}: {self.kind} {self.reference!r} failed its warm-up"
-        return f"{what}: {type(error).__name__}: {error}"
+        return f"{what}: {described(error)}"
 
 
 class Grader:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multitask_rl.contracts import PluginTraits
-from multitask_rl.errors import DataError, SandboxError
+from multitask_rl.errors import DataError, SandboxError, described
 from multitask_rl.records import (
     NOT_APPLICABLE,
     Failure,
@@ -123,7 +123,7 @@ def failure_of(error: BaseException, source: str) -> Failure:
             kind = FailureKind.infra
         case _:
             kind = FailureKind.data if isinstance(error, DataError) else FailureKind.grader
-    return failed(f"raised {type(error).__name__}: {error}"[:_MAX_MESSAGE] + place_of(error), source, kind)
+    return failed(f"raised {described(error)}"[:_MAX_MESSAGE] + place_of(error), source, kind)
 
 
 def place_of(error: BaseException) -> str:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.records import Scored
 
 logger = logging.getLogger(__name__)
 
@@ -354,6 +355,9 @@ def _timed(stage: Stage, items: list[Any], note: Note | None) -> list[Any]:
             with ThreadPoolExecutor(stage.num_workers, thread_name_prefix=stage.name) as pool:
                 parts = pool.map(stage.process, (items[i : i + size] for i in range(0, len(items), size)))
                 output = [record for part in parts for record in part]
+        for record in output:
+            if isinstance(record, Scored):
+                record.check_reward()
     if note is not None:
         note(stage.name, (began, time.monotonic()))
     return output

@@ -53,6 +53,8 @@ def run_check(name: str, check: Callable[[], str | None]) -> Finding:
     """Return the finding of ``check``, which returns what is wrong ("" or None = nothing) or raises it."""
     try:
         problem = check() or ""
+        if not __debug__:
+            problem = problem or "not checked: python -O leaves assertions out; check it without -O"
     except (AssertionError, MultitaskRLError) as error:
         problem = str(error) or type(error).__name__
     except Exception as error:  # noqa: BLE001 - any exception of a plugin is the finding
@@ -74,7 +76,8 @@ def by_message(failed: Mapping[str, str], number: int) -> str:
 def assert_findings(findings: Sequence[Finding]) -> None:
     """Raise ``AssertionError`` with every check that failed, if one did."""
     failed = [f"  {f.name}: {f.detail or 'no'}" for f in findings if not f.passed]
-    assert not failed, "the plugin breaks its contract:\n" + "\n".join(failed)
+    if failed:  # ``assert`` does nothing under ``python -O``
+        raise AssertionError("the plugin breaks its contract:\n" + "\n".join(failed))
 
 
 def asserting(check: Callable[P, Sequence[Finding]]) -> Callable[P, None]:

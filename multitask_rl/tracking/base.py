@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import CheckpointError, MultitaskRLError, PluginError
+from multitask_rl.errors import CheckpointError, MultitaskRLError, PluginError, described
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
@@ -166,9 +166,9 @@ class Trackers:
             )
         except MultitaskRLError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise PluginError(
-                f"tracking.trackers: {name!r} cannot be built: {type(error).__name__}: {error}; it is called "
+                f"tracking.trackers: {name!r} cannot be built: {described(error)}; it is called "
                 "as CLASS(output_dir=PATH, config=TrackingConfig, run_id=TEXT or None)"
             ) from error
         return built
@@ -188,10 +188,10 @@ class Trackers:
                 found[name] = call(tracker)
             except CheckpointError:
                 raise  # the run's own records
-            except Exception as error:  # noqa: BLE001 - numbers are worth less than the run
-                self.failures[name] = repr(error)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - numbers are worth less than the run
+                self.failures[name] = described(error)
                 self._trackers.pop(name, None)  # a signal may have come in between
-                _LOG.warning("tracker %r failed and is left out from here on: %r", name, error)
+                _LOG.warning("tracker %r failed and is left out from here on: %s", name, self.failures[name])
         return found
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:

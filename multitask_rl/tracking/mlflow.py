@@ -41,6 +41,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from filelock import FileLock
 
@@ -295,12 +296,18 @@ class MLflowTracker(Tracker):
         self.run_id = run_id
         self.num_dropped = 0
         """Metric values left out because they were not finite numbers."""
-        self._directory = output_dir.resolve()
+        self._directory = Path(os.path.abspath(output_dir))  # a link stays: runs beside it share a store
         self._sweep = self._directory.parent if self._directory.name.isdigit() else None
         """Directory of this run's sweep, in which runs have numbers as names; None = no sweep."""
         self._store = (self._sweep or self._directory).parent / "mlflow.db"
         """Database that runs in neighbouring directories share."""
         given = config.uri or os.environ.get("MLFLOW_TRACKING_URI")
+        if not given and ("?" in str(self._store) or unquote(str(self._store)) != str(self._store)):
+            raise ConfigError(
+                f"tracking.trackers: MLflow cannot open {str(self._store)!r}, as ? and %20 have a meaning in "
+                "its addresses; name another store with tracking.uri=sqlite:////PATH/mlflow.db, choose an "
+                "output_dir without them, or leave mlflow out"
+            )
         self.uri = given or f"sqlite:///{self._store}"
         self._makes_store = not given
         self._config = config

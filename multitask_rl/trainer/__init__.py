@@ -45,9 +45,10 @@ from multitask_rl.run.assembly import (
     build_scheduler,
     build_scorer,
     describe_overlap,
+    refusing_exits,
 )
 from multitask_rl.run.objects import name_objects
-from multitask_rl.run.plan import check_overlap, plan_run
+from multitask_rl.run.plan import check_output_dir, check_overlap, plan_run
 from multitask_rl.run.profiling import MemoryWatch, SystemUse
 from multitask_rl.run.state import RunProgress
 from multitask_rl.statistics.evaluations import Evaluations
@@ -270,6 +271,7 @@ class Trainer:
     # -- the run --------------------------------------------------------------------------------------------
 
     @stopping_on_signals()
+    @refusing_exits()
     def train(self) -> Evaluations:
         """Run to ``max_steps`` and return the last evaluation: a mapping that prints as a table.
 
@@ -289,7 +291,7 @@ class Trainer:
         answer_with(parts.trackers.log_stopping)
         status = "failed"
         try:
-            with between_stages():
+            with between_stages(), refusing_exits():
                 while not self._is_at_end or not parts.supervisor.inspect(last=True):
                     # the last step is judged too: a regression in it is rolled back
                     if not self._is_at_end and parts.supervisor.inspect():
@@ -314,6 +316,7 @@ class Trainer:
         finally:
             self._close(status)
 
+    @refusing_exits()
     def evaluate(self) -> Evaluations:
         """Evaluate every task with the present weights, without training, and close the trainer.
 
@@ -335,6 +338,7 @@ class Trainer:
         finally:
             self._close("finished")
 
+    @refusing_exits()
     def train_step(self) -> StepReport:
         """Make one step: sample, score, learn, update the scheduler. It evaluates nothing.
 
@@ -439,6 +443,8 @@ class Trainer:
                         "no parameter of the actor is trainable (requires_grad is False): a run would learn "
                         "nothing; call model.requires_grad_(True), or leave it True for what is to be trained"
                     )
+                if track:
+                    check_output_dir(self.plan.output_dir)
                 self._parts = build_parts(
                     self.plan,
                     actor=self.actor,
@@ -486,9 +492,14 @@ class Trainer:
 
 
 def _check_torch() -> None:
-    """Raise a ``ConfigError`` if a setting of torch by the script prevents training or makes it fail."""
+    """Raise a ``ConfigError`` if a setting of Python or torch prevents training or makes it fail."""
     import torch
 
+    if sys.flags.optimize > 1:
+        raise ConfigError(
+            "python -OO (PYTHONOPTIMIZE=2) drops docstrings, without which transformers cannot import its "
+            "models; use python or python -O"
+        )
     if torch.is_inference_mode_enabled():
         raise ConfigError(
             "torch.inference_mode() is on, in which nothing is learnt; call the trainer outside of it"

@@ -269,6 +269,19 @@ def test_a_directory_nobody_can_write_is_told(space, capsys):
     assert "output_dir=PATH" in paragraph(capsys)
 
 
+def test_a_run_that_may_only_be_read_is_evaluated_and_not_trained_on(space, capsys):
+    shutil.copytree(space / "done", space / "other")
+    (space / "other" / ".write_probe").mkdir()  # root writes everywhere: stands for another user's directory
+    assert main(["eval", "--trust", f"output_dir={space / 'other'}"]) == 0
+    capsys.readouterr()
+    assert run(space, "other", steps=9) == 2
+    assert "output_dir" in paragraph(capsys)
+    (space / "other" / "train.log").unlink(missing_ok=True)
+    (space / "other" / "train.log").mkdir()
+    assert run(space, "other", steps=9) == 2
+    assert re.search(r"output_dir: .*train\.log.*output_dir=PATH", paragraph(capsys))
+
+
 def test_a_checkpoint_cut_off_in_the_middle_costs_no_more_than_itself(space, capsys):
     shutil.copytree(space / "done", space / "cut")
     assert run(space, "cut", steps=3) == 0

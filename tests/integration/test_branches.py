@@ -19,7 +19,7 @@ from multitask_rl.config.run import (
     TrackingConfig,
     recorded_config,
 )
-from multitask_rl.errors import CheckpointError
+from multitask_rl.errors import CheckpointError, TrainingError
 from multitask_rl.guard.base import Guard
 from multitask_rl.guard.decision import GuardAction, GuardDecision
 from multitask_rl.models.actor import read_weights
@@ -169,7 +169,7 @@ def test_a_fork_that_is_killed_in_its_first_evaluation_begins_from_its_parent_ag
     with monkeypatch.context() as patch:
         patch.setattr(Evaluator, "evaluate", killed)
         patch.setattr(Supervisor, "save", lambda self: None)  # as a process that is killed
-        with pytest.raises(SystemExit):
+        with pytest.raises(TrainingError):
             train(config)
     assert not any((place / "fork" / "checkpoints").glob("step_*"))
     train(recorded_config(place / "fork"))

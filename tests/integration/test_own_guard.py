@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 
-from multitask_rl.config.run import GuardConfig
-from multitask_rl.errors import ConfigError, GuardStop, PluginError
+from multitask_rl.config.run import GuardConfig, SchedulerConfig
+from multitask_rl.errors import ConfigError, GuardStop, PluginError, TrainingError
 from multitask_rl.guard.safety_guard import SafetyGuard
 from multitask_rl.trainer import Trainer
 from run_builders import run_config, write_run
@@ -291,3 +291,50 @@ def test_an_answer_that_is_none_is_told_and_costs_no_record(space, answer, told)
     assert told in str(caught.value)
     assert (space / "run" / "events.jsonl").is_file()
     assert '"failed"' in (space / "run" / "events.jsonl").read_text()
+
+
+EXITS = """
+import sys
+
+from multitask_rl.curriculum.base import SchedulerPolicy
+from multitask_rl.guard.base import Guard
+
+
+class Leaves(Guard):
+    def observe(self, step, evaluations, confirm=None):
+        sys.exit(0)
+
+
+class IsNotBuilt(Guard):
+    def __init__(self):
+        sys.exit(0)
+
+
+class Policy(SchedulerPolicy):
+    def _start(self):
+        sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        ({"guard": "Leaves"}, TrainingError),
+        ({"guard": "IsNotBuilt"}, PluginError),
+        ({"scheduler": "Policy"}, TrainingError),
+    ],
+)
+def test_a_plugin_that_exits_does_not_end_the_run_as_done(begun, tmp_path, section, error):
+    directory, _ = begun
+    file = tmp_path / "exits.py"
+    file.write_text(EXITS)
+    (name, plugin), *_ = section.items()
+    plugin = f"{file}:{plugin}"
+    made = GuardConfig(plugin=plugin) if name == "guard" else SchedulerConfig(policy=plugin)
+    config = run_config(directory, f"exits_{section[name]}", 1, **{name: made})
+    with pytest.raises(error, match=r"exit"):
+        Trainer.from_config(config).train()
+    if section[name] == "Leaves":
+        events = (directory / "exits_Leaves" / "events.jsonl").read_text()
+        assert '"failed"' in events
+        assert "sys.exit(0) (exits.py:10)" in events

@@ -650,3 +650,39 @@ def test_a_later_trainer_of_the_process_takes_the_directory_over(tmp_path):
     rows = [json.loads(row) for row in lines(tmp_path / "out", "metrics.jsonl")]
     assert [row["step"] for row in rows if "train/learning_rate" in row] == [1, 2, 3]
     assert max((tmp_path / "out/checkpoints").glob("step_*")).name == "step_00000003"
+
+
+LEAVES = """
+import os
+
+from multitask_rl.tracking.base import Tracker
+
+
+class Leaves(Tracker):
+    def __init__(self, output_dir, config, run_id):
+        self.elsewhere = output_dir.parent / "elsewhere"
+
+    def log_metrics(self, metrics, step):
+        os.chdir(self.elsewhere)
+"""
+
+
+def test_a_run_with_relative_paths_survives_a_change_of_the_working_directory(tmp_path, monkeypatch):
+    write_run(tmp_path)
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    tracking = TrackingConfig(trackers=["leaves.py:Leaves", "jsonl"])
+    paths = {"tasks_file": "tasks.yaml", "output_dir": "out", "model": ModelConfig(name_or_path="actor")}
+    Trainer.from_config(run_config(tmp_path, "out", 4, tracking=tracking, **paths)).train()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "out" / "checkpoints" / "step_00000004").is_dir()
+    steps = [line for line in lines(tmp_path / "out", "metrics.jsonl") if "train/loss" in line]
+    assert len(steps) == 4
+
+
+def test_an_output_directory_that_is_a_link_to_nothing_is_told(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="gone' is a link to a path that does not exist"):
+        Trainer.from_config(run_config(tmp_path, "gone", 1))

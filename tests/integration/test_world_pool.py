@@ -113,6 +113,9 @@ class World:
     def nan(self):
         return said(reward=float("nan"))
 
+    def no_in_words(self):
+        return StepResult(messages=said().messages, done="no")
+
     def words(self):
         return said(reward={"a": "much"})
 
@@ -245,6 +248,7 @@ def logged(tmp_path):
         ("nan", "is not finite"),
         ("words", "is no number"),
         ("digits", "is no number"),
+        ("no_in_words", "done is the text 'no'"),
     ],
 )
 def test_an_answer_that_is_none_ends_its_episode_alone(make, tmp_path, what, says):

@@ -6,6 +6,7 @@ import pytest
 
 from multitask_rl import errors
 from multitask_rl.errors import MultitaskRLError
+from multitask_rl.scoring.results import failure_of
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, MultitaskRLError)]
 
@@ -34,3 +35,15 @@ def test_errors_can_be_caught_as_their_builtin_kind() -> None:
     assert issubclass(errors.ConfigError, ValueError)
     assert issubclass(errors.PluginError, LookupError)
     assert issubclass(errors.MissingExtraError, ImportError)
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_an_error_whose_text_raises_is_told_by_its_type() -> None:
+    error = Mute()
+    error.add_note("in the stage 'mine'")
+    assert errors.with_notes(error) == "Mute: (its __str__ raises ZeroDivisionError), in the stage 'mine'"
+    assert failure_of(error, "score").message == "raised Mute: (its __str__ raises ZeroDivisionError)"

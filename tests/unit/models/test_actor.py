@@ -1,6 +1,7 @@
 """Loading the actor."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 import pytest
@@ -113,6 +114,64 @@ def test_a_model_with_adapters_inside_is_refused(by_peft):
             pytest.skip(str(error))
     with pytest.raises(ConfigError, match=r"has adapters.*merge_and_unload\(\).*model\.lora\.rank"):
         make_actor(model, build_tokenizer())
+
+
+class Int8Linear(torch.nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.register_buffer("rounded", linear.weight.detach().to(torch.int8))
+
+
+def share(model):
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def quantise(model):
+    model.model.layers[0].mlp.up_proj = Int8Linear(model.model.layers[0].mlp.up_proj)
+
+
+def round_in_place(model):
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.int8)
+
+
+def prepare_by_accelerate(model):
+    model._original_forward = model.forward  # as prepare of Accelerator(mixed_precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (share, r"layers\.0\.mlp.*layers\.1\.mlp.* are one tensor"),
+        (quantise, r"no 'model\.layers\.0\.mlp\.up_proj\.weight', as its Int8Linear"),
+        (round_in_place, r"is quantised \('model\.layers\.0\.mlp\.up_proj\.weight'"),
+        (prepare_by_accelerate, r"Accelerate prepared the model .*keep_fp32_wrapper=False"),
+    ],
+)
+def test_a_model_that_a_checkpoint_would_not_hold_is_refused(change, told):
+    model = build_model()
+    change(model)
+    with pytest.raises(ConfigError, match=told):
+        make_actor(model, build_tokenizer())
+
+
+def test_a_model_without_generation_settings_or_compiled_in_place_is_taken(tmp_path, caplog):
+    model = build_model()
+    model.generation_config = None
+    model.compile(backend="eager")
+    actor = make_actor(model, build_tokenizer())
+    assert actor.model._compiled_call_impl is None
+    assert "compile() is dropped" in caplog.text
+    actor.save(tmp_path)
+    assert load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu").model.generation_config is not None
+
+
+def test_two_threads_may_load_at_the_same_time(tmp_path):
+    build_actor().save(tmp_path)
+    config = ModelConfig(name_or_path=str(tmp_path))
+    with ThreadPoolExecutor(2) as pool:
+        actors = list(pool.map(lambda _: load_actor(config, "cpu"), range(6)))
+    assert not any(p.is_meta for actor in actors for p in actor.model.parameters())
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_warned_of(caplog):

@@ -1,9 +1,15 @@
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from multitask_rl.errors import ConfigError, with_notes
+from multitask_rl.records import Scored
 from multitask_rl.step.flow import DataFlow, Stage, StreamingStage
+from multitask_rl.testing import make_rollout
 
 
 def double() -> Stage:
@@ -241,3 +247,18 @@ def test_every_stage_is_closed_also_after_one_whose_close_fails():
     with pytest.raises(ZeroDivisionError):
         DataFlow([Kept("first"), Kept("second"), Kept("third")]).close()
     assert closed == ["first", "second", "third"]
+
+
+def test_a_reward_that_a_stage_sets_becomes_a_float_or_an_error_that_names_the_stage() -> None:
+    def of(value: Any) -> Any:
+        flow = DataFlow([Stage("mine", lambda scored: replace(scored, reward=value))])
+        return flow([Scored(rollout=make_rollout("a"), reward=0.5)])[0].reward
+
+    for value in (torch.tensor(1.0), np.float32(1.0), 1):
+        assert type(of(value)) is float
+        assert of(value) == 1.0
+    assert of(None) is None
+    for value in (math.nan, "1.0", math.inf):
+        with pytest.raises(ValueError, match=r"reward: expected a finite number") as caught:
+            of(value)
+        assert caught.value.__notes__ == ["in the stage 'mine'"]

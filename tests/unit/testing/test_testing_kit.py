@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -276,3 +278,41 @@ def test_a_report_names_the_columns_that_a_function_reads_and_checks_that_were_n
     told = check_plugin(plugin).text()
     assert "not deterministic, reads reference, 30 s" in told.splitlines()[0]
     assert "does not depend on its batch: not tried, it does not declare deterministic" in told
+
+
+BAD_FACTOR = """from multitask_rl.guard.base import Guard
+from multitask_rl.guard.decision import GuardDecision
+
+
+class f(Guard):
+    def observe(self, step, evaluations, confirm=None):
+        return GuardDecision(judged_good=True)
+
+    def lr_factor(self, step):
+        return 5.0
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state, renamed=None):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("plugin", "suite", "found"),
+    [
+        ("def f(response): return 1 / len(response)\n", "reward(NAME, row={})", "division by zero"),
+        (BAD_FACTOR, "guard(NAME)", "not checked: python -O"),
+    ],
+)
+def test_under_python_O_no_check_passes_that_was_not_made(
+    tmp_path: Path, plugin: str, suite: str, found: str
+) -> None:
+    call, _, rest = suite.partition("(")
+    code = f"from multitask_rl.testing import assert_{call}_contract as check\n"
+    code += f"NAME = {write(tmp_path, plugin)!r}; check({rest}"
+    done = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "AssertionError: the plugin breaks its contract" in done.stderr
+    assert found in done.stderr

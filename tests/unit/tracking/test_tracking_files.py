@@ -267,14 +267,21 @@ def test_a_stored_episode_keeps_the_limit_that_a_reward_may_compare_its_length_w
 
 
 class _Failing(JsonlTracker):
+    error: BaseException
+
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        raise ConnectionError("no route")
+        raise self.error
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no route"), SystemExit(0)])
 def test_failing_tracker_is_reported_once_and_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
 ) -> None:
     failing = {"server": _Failing(tmp_path, TrackingConfig(), None)}
+    failing["server"].error = error
     trackers = Trackers(tmp_path, TrackingConfig(trackers=["console"]), None, failing)
     trackers.start({}, resume_step=0)
     trackers.log_metrics({"macro/reward_mean": 1.0}, 1)
@@ -396,6 +403,7 @@ def test_unknown_tracker_is_an_error_that_lists_the_installed(tmp_path: Path) ->
             "TypeError: .*unexpected keyword .*; it is called as",
         ),
         ("def __init__(self, **_): raise OSError('no server')", "OSError: no server"),
+        ("def __init__(self, **_): raise SystemExit(0)", "SystemExit: 0"),
     ],
 )
 def test_a_tracker_that_cannot_be_built_is_told_by_its_name(tmp_path: Path, init: str, told: str) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import MissingExtraError
+from multitask_rl.errors import ConfigError, MissingExtraError
 from multitask_rl.records import DatasetRecord, Event, Scored, Turn
 from multitask_rl.testing import make_rollout
 from multitask_rl.tracking import mlflow as adapter
@@ -843,3 +843,18 @@ def test_points_of_short_steps_are_written_together_but_not_later_than_said() ->
     soon.put([4])
     assert written.wait(10.0)
     soon.close(timeout_s=10.0)
+
+
+def test_the_store_of_a_directory_that_is_a_link_lies_beside_the_link(tmp_path):
+    (tmp_path / "disk" / "first").mkdir(parents=True)
+    (tmp_path / "first").symlink_to(tmp_path / "disk" / "first")
+    assert MLflowTracker(tmp_path / "first", TrackingConfig(), None).uri == f"sqlite:///{tmp_path}/mlflow.db"
+
+
+@pytest.mark.parametrize("name", ["a?b=c", "50%20x"])
+def test_a_path_that_mlflow_reads_as_another_one_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=r"MLflow cannot open .*tracking\.uri"):
+        MLflowTracker(tmp_path / name / "run", TrackingConfig(), None)
+    kept = TrackingConfig(uri=f"sqlite:///{tmp_path}/x.db")
+    assert MLflowTracker(tmp_path / name / "run", kept, None).uri == kept.uri
+    assert MLflowTracker(tmp_path / "100%" / "run", TrackingConfig(), None)
