@@ -333,7 +333,11 @@ class Scored:
     """Set before trackers get the record; None = not set yet."""
 
     def check_reward(self) -> None:
-        """Make a ``reward`` that a stage has set, such as a tensor, a float; ``ValueError`` if it is none."""
+        """Convert ``reward`` to a float: a stage may have set a tensor or a number of numpy.
+
+        Raises:
+            ValueError: it is not a finite number.
+        """
         given: Any = self.reward
         if given is not None:
             self.reward = math.nan if isinstance(given, (str, bytes)) else float(given)

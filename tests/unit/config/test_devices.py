@@ -98,7 +98,7 @@ def test_torchrun_over_machines_gives_each_rank_the_gpu_of_its_number_there(monk
     assert plan_ranks(config) == [("cuda:0", "cuda:0"), ("cuda:1", "cuda:1")] * 2
     with pytest.raises(ConfigError, match=r"LOCAL_RANK; write cuda:0-3"):
         plan_ranks(RunConfig(device_map={"actor": "cuda:4-7"}))
-    with pytest.raises(ConfigError, match=r"device_map.critic='cuda:1': .* several machines"):
+    with pytest.raises(ConfigError, match=r"device_map.critic='cuda:1': .* by Ray or torchrun"):
         plan_ranks(RunConfig(device_map={"actor": "cuda:0-3", "critic": "cuda:1"}))
     assert plan_ranks(RunConfig(device_map={"actor": "cpu:0-3"})) == [("cpu", "cpu")] * 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
