@@ -270,15 +270,15 @@ def test_a_directory_nobody_can_write_is_told(space, capsys):
 
 
 def test_a_run_that_may_only_be_read_is_evaluated_and_not_trained_on(space, capsys):
-    shutil.copytree(space / "done", space / "other")
-    (space / "other" / ".write_probe").mkdir()  # root writes everywhere: stands for another user's directory
-    assert main(["eval", "--trust", f"output_dir={space / 'other'}"]) == 0
+    shutil.copytree(space / "done", space / "read_only")
+    (space / "read_only" / ".write_probe").mkdir()  # root may write: this stands for another user
+    assert main(["eval", "--trust", f"output_dir={space / 'read_only'}"]) == 0
     capsys.readouterr()
-    assert run(space, "other", steps=9) == 2
+    assert run(space, "read_only", steps=9) == 2
     assert "output_dir" in paragraph(capsys)
-    (space / "other" / "train.log").unlink(missing_ok=True)
-    (space / "other" / "train.log").mkdir()
-    assert run(space, "other", steps=9) == 2
+    (space / "read_only" / "train.log").unlink(missing_ok=True)
+    (space / "read_only" / "train.log").mkdir()
+    assert run(space, "read_only", steps=9) == 2
     assert re.search(r"output_dir: .*train\.log.*output_dir=PATH", paragraph(capsys))
 
 
