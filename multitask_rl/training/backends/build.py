@@ -124,7 +124,7 @@ class TorchBackend(TrainingBackend):
                     "or start without torchrun"
                 )
             launch = TorchrunRank
-        host = _own_address() if ranks_per_machine() else "127.0.0.1"
+        host = rank_0_address() if ranks_per_machine() else "127.0.0.1"
         with contextlib.ExitStack() as undo:
             if config.executor == "ray":
                 cpus = 1 if on_gpu else threads
@@ -223,10 +223,20 @@ def _store() -> Any:
     return store
 
 
-def _own_address() -> str:
-    """Return the address at which other machines of ``torchrun`` reach this machine, which runs rank 0."""
+def rank_0_address() -> str:
+    """Return the address at which other machines of ``torchrun`` reach this machine, which runs rank 0.
+
+    Raises:
+        ConfigError: ``MASTER_ADDR`` has no IPv4 address.
+    """
     name = os.environ["MASTER_ADDR"]
-    address = socket.gethostbyname(name)
+    try:
+        address = socket.gethostbyname(name)
+    except OSError as error:
+        raise ConfigError(
+            f"MASTER_ADDR={name!r}: the ranks need an IPv4 address of this machine or a name that has one "
+            f"({error.strerror}); give torchrun --master-addr, or --local-addr beside --rdzv-backend"
+        ) from error
     if address.startswith("127.") and name not in ("localhost", address):
         # Debian gives the machine's own name such an address; a UDP socket knows the other and sends nothing
         with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

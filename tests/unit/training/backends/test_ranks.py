@@ -32,6 +32,7 @@ from multitask_rl.errors import ConfigError, TrainingError
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout.base import GenerationRequest
 from multitask_rl.rollout.hf import HFEngine
+from multitask_rl.training.backends.build import rank_0_address
 from multitask_rl.training.backends.context import cut_sequences
 from multitask_rl.training.backends.rank_connections import RankConnections
 from multitask_rl.training.backends.rank_group import RankGroup
@@ -389,3 +390,11 @@ def test_a_model_with_windows_is_refused_in_parts():
     actor.model = MistralForCausalLM(config)
     with pytest.raises(ConfigError, match=r"MistralForCausalLM cannot be computed in parts: .* windows"):
         RanksBench(actor=actor, num_ranks=2, context=2)
+
+
+def test_an_address_that_the_ranks_cannot_use_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.5")
+    assert rank_0_address() == "127.0.0.5"
+    monkeypatch.setenv("MASTER_ADDR", "::1")
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR='::1': .* IPv4 .*--master-addr"):
+        rank_0_address()
