@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 REDACTED = "[redacted]"
@@ -115,6 +116,14 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def shown_path(path: str | os.PathLike[str]) -> str:
+    """Return ``path`` relative to the working directory if it lies below it, else as it is."""
+    with suppress(OSError, ValueError):  # no working directory, another drive
+        near = os.path.relpath(path)
+        return str(path) if near.startswith(os.pardir) else near
+    return str(path)
 
 
 def show_last(text: str, stream: TextIO) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from multitask_rl.boundary.allowance import limit_threads, usable_memory
-from multitask_rl.boundary.printable import first_line
+from multitask_rl.boundary.printable import first_line, shown_path
 from multitask_rl.config.devices import actor_devices
 from multitask_rl.config.run import ModelConfig, RunConfig
 from multitask_rl.curriculum.quotas import normalise, raise_to_floors
@@ -330,7 +330,7 @@ def disk_text(config: RunConfig, disk: Mapping[str, float]) -> str:
     parts = {k: v for k, v in disk.items() if k not in ("a checkpoint", "total")}
     free = free_bytes(Path(config.output_dir))
     text = (
-        f"{in_units(disk['total'])} at most in {config.output_dir} ({sizes(parts)}; a checkpoint "
+        f"{in_units(disk['total'])} at most in {shown_path(config.output_dir)} ({sizes(parts)}; a checkpoint "
         f"{in_units(disk['a checkpoint'])}, {number} are kept), {in_units(free)} are free"
     )
     if disk["total"] <= free:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.boundary.interrupts import finishing, interruptible
-from multitask_rl.boundary.printable import counted
+from multitask_rl.boundary.printable import counted, shown_path
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.schema.ranges import unknown_name
 from multitask_rl.constraints.satisfaction import PREFIX
@@ -399,7 +399,8 @@ def _worse(
     back = "" if best is None else f"; checkpoint.resume={best} goes on from the best checkpoint"
     reason = (
         f"worse than at the first evaluation: {', '.join(found)}. Lower optimizer.learning_rate (it is "
-        f"{config.optimizer.learning_rate:g}); see `multitask-rl report {config.output_dir}`{back}"
+        f"{config.optimizer.learning_rate:g}); "
+        f"see `multitask-rl report {shown_path(config.output_dir)}`{back}"
     )
     data = {task: [row["before"], row["after"]] for task, row in worse.items()}
     return [Event(step=step, source="run", kind="alarm", reason=reason, data=data)]

@@ -9,6 +9,7 @@ import importlib
 import io
 import logging
 import math
+import os
 import re
 import shlex
 import sys
@@ -27,7 +28,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from multitask_rl.boundary.printable import aligned, printable
+from multitask_rl.boundary.printable import aligned, printable, shown_path
 from multitask_rl.config.run import RECORD, TrackingConfig
 from multitask_rl.records import Event, TaskEvaluation
 from multitask_rl.tracking.base import ALARM_KINDS, Tracker
@@ -74,6 +75,8 @@ class ConsoleTracker(Tracker):
     ) -> None:
         self._stream = stream
         self._output_dir = output_dir
+        self._shown = shown_path(output_dir)
+        """``output_dir`` for messages, as of the working directory in which the run began."""
         self._mode = config.console
         self._live: Live | None = None
         self._drawer: threading.Thread | None = None
@@ -105,7 +108,7 @@ class ConsoleTracker(Tracker):
         self._step = resume_step or 0
         self._needs_script = any(not task.get("dataset") for task in parameters.get("tasks", {}).values())
         resumed = f", resumed after step {resume_step}" if resume_step else ""
-        self._tell(f"output in {self._output_dir}{resumed}")
+        self._tell(f"output in {self._shown}{resumed}")
         stream = self._stream or sys.stdout
         console = Console(file=stream)
         if self._mode == "auto" and console.is_jupyter:
@@ -224,8 +227,7 @@ class ConsoleTracker(Tracker):
             self._live = None
             for handler, former in self._handlers.items():
                 handler.setStream(former)
-        run = shlex.quote(str(self._output_dir))
-        page = shlex.quote(str(self._output_dir / "report.html"))
+        run, page = map(shlex.quote, (self._shown, os.path.join(self._shown, "report.html")))
         follows = f"multitask-rl report {run} --html {page} --open"
         # after a stop by the guard the same command would stop again; the guard's error names good weights
         if status != "finished" and not self._has_guard_stopped:
@@ -233,9 +235,9 @@ class ConsoleTracker(Tracker):
             where = (
                 "goes on from the newest checkpoint" if has_any else "begins anew: no checkpoint was saved"
             )
-            setting = f"output_dir={self._output_dir}"
-            if not re.fullmatch(r"[\w./+-]*", str(self._output_dir)):  # quoted for Hydra, too
-                setting = shlex.quote(f'output_dir="{self._output_dir}"')
+            setting = f"output_dir={self._shown}"
+            if not re.fullmatch(r"[\w./+-]*", self._shown):  # quoted for Hydra, too
+                setting = shlex.quote(f'output_dir="{self._shown}"')
             start = f"{'the same script with' if self._needs_script else 'multitask-rl train'} {setting}"
             if not self._needs_script and not (self._output_dir / RECORD).is_file():
                 start = "the same command"  # the run ended before it wrote its configuration
