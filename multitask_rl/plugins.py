@@ -328,7 +328,8 @@ def _entry_points(path: tuple[str, ...]) -> dict[PluginInfo, importlib.metadata.
 
 
 def _kind(group: str) -> str:
-    return group.removeprefix("multitask_rl.").removesuffix("s").replace("_", " ")
+    kind = group.removeprefix("multitask_rl.").replace("_", " ")
+    return kind.removesuffix("es" if kind == "sandboxes" else "s")
 
 
 def _import_failure(error: BaseException) -> str:

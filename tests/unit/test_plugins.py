@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -225,3 +226,10 @@ def test_a_directory_may_have_colons_in_its_name(tmp_path: Path, directory: str)
         reference = f"{prefix}{file}:Mine"
         assert absolute_reference(reference) == reference
         assert source_file(reference) == file
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_an_unknown_plugin_is_told_by_its_kind(group):
+    kind = re.sub(r"(?<=box)es$|s$", "", group.rpartition(".")[2]).replace("_", " ")
+    with pytest.raises(PluginError, match=rf"unknown {kind} 'nosuch'"):
+        load_plugin(group, "nosuch")
