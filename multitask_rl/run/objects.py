@@ -187,6 +187,9 @@ def _foreign_prefix(value: Any) -> str:
         return ""
 
 
+_OF_PLACE = ("__firstlineno__", "__static_attributes__")
+
+
 class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles a value to the same bytes in every process, which ``cloudpickle`` does not.
 
@@ -202,17 +205,22 @@ class _DigestPickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, CodeType):
             names = (value.co_names, value.co_varnames, value.co_freevars, value.co_cellvars)
             counts = (value.co_argcount, value.co_posonlyargcount, value.co_kwonlyargcount, value.co_flags)
-            return value.co_code, *names, *counts, list(value.co_consts)
+            # since Python 3.13 the body of a class holds its line
+            line = value.co_firstlineno if "__firstlineno__" in value.co_names else None
+            consts = [None if type(own) is int and own == line else own for own in value.co_consts]
+            return value.co_code, *names, *counts, consts
         if isinstance(value, (set, frozenset)):
             return type(value).__name__, sorted(_digest(item) for item in value)
         return None
 
     def reducer_override(self, value: Any) -> Any:
-        """Return the parts of a class without its random number."""
+        """Return the parts of a class without its random number and, since Python 3.13, its line."""
         parts = super().reducer_override(value)
-        if isinstance(value, type) and isinstance(parts, tuple):
+        if isinstance(value, type) and isinstance(parts, tuple) and len(parts) > 2:  # not a type of Python
             kept = tuple(part for part in parts[1] if not isinstance(part, str) or part == value.__name__)
-            return parts[0], kept, *parts[2:]
+            attributes, slots = parts[2]
+            attributes = {key: own for key, own in attributes.items() if key not in _OF_PLACE}
+            return parts[0], kept, (attributes, slots), *parts[3:]
         return parts
 
 

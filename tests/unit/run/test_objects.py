@@ -78,6 +78,8 @@ class Judge:
     def score(self, rollouts):
         return [sum(c in LETTERS for c in r.response) < self.limit for r in rollouts]
 def among(ends):
+    class Ends:
+        size = 1
     return lambda response: response in ends
 """
 
