@@ -196,3 +196,19 @@ def test_a_conversation_goes_on_beside_prompts_with_a_common_beginning(model: An
         (alone,) = HFEngine(model, eos_token_ids=[1], pad_token_id=0, use_cache=False).generate([request])
         assert alone[0].response_ids == group[0].response_ids
         assert group[0].rollout_logprobs == pytest.approx(alone[0].rollout_logprobs, abs=1e-4)
+
+
+class OfToday:
+    def forward(self, input_ids: Any, cache: Any = None) -> None: ...
+
+    def get_decoder(self) -> Any:
+        return self
+
+
+class Before(OfToday):
+    def forward(self, input_ids: Any, past_key_values: Any = None) -> None: ...  # type: ignore[override]
+
+
+def test_the_cache_goes_by_the_name_that_the_model_has() -> None:
+    assert as_argument(OfToday(), "kept") == {"cache": "kept"}
+    assert as_argument(Before(), "kept") == {"past_key_values": "kept"}
