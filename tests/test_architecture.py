@@ -304,7 +304,9 @@ def test_importing_the_package_loads_nothing_heavy_and_few_modules() -> None:
         run = [sys.executable, "-c", code.format(statement)]
         return int(subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT).stdout)
 
-    assert modules("import multitask_rl") - modules("pass") < 20
+    # an environment with an editable install has imported these at the start
+    known = modules("import contextlib, importlib, typing, warnings")
+    assert modules("import multitask_rl") - known < 8
 
 
 def test_public_names_are_listed_and_load() -> None:
