@@ -282,10 +282,11 @@ def _answer(text: str) -> dict[str, Any]:
 
 
 def _records(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the records in ``lines``; a line that is no JSON, as a crash leaves one, is left out."""
+    """Yield the records in ``lines``; a line that is no JSON object, as a crash leaves one, is left out."""
     for line in lines.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
-            yield load_line(line)
+            if isinstance(record := load_line(line), dict):
+                yield record
 
 
 class MLflowTracker(Tracker):

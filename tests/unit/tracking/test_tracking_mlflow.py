@@ -378,7 +378,7 @@ def test_a_resumed_run_has_every_point_once(tmp_path: Path, has_record: bool) ->
     if has_record:
         for name in ("metrics", "events"):  # as a machine leaves it that loses its power
             with (tmp_path / "run" / f"{name}.jsonl").open("ab") as broken:
-                broken.write(b'{"step": 2, "x\n')
+                broken.write(b'{"step": 2, "x\n5\n')
     second = MLflowTracker(tmp_path / "run", config, first.run_id)
     second.start({}, resume_step=2)
     for step in (3, 4, 5):
