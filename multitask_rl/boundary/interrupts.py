@@ -79,7 +79,7 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
     # None: set by C code before Python started, and Python cannot set it again
     before = {n: handler for n, handler in handlers if handler not in (signal.SIG_IGN, None)}
     usr1 = before.get(signal.SIGUSR1)
-    if usr1 not in (signal.SIG_DFL, _handle) or (usr1 is not _handle and _is_caught(signal.SIGUSR1)):
+    if usr1 is not _handle and (usr1 is not signal.SIG_DFL or _is_caught(signal.SIGUSR1)):
         before.pop(signal.SIGUSR1, None)
     try:
         for number in before:

@@ -568,9 +568,16 @@ def _load_errors(name: str) -> Iterator[None]:
 
 
 _LOADING = threading.Lock()
-"""transformers changes global state while it loads: a second thread that loads gets no weights."""
 
 
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Let one thread load: transformers changes global state meanwhile, and another would get no weights."""
+    with _LOADING:
+        yield
+
+
+@_one_at_a_time()
 def load_actor(
     config: ModelConfig,
     device: str = "",
@@ -591,17 +598,6 @@ def load_actor(
     Raises:
         ConfigError: it is no causal language model with a tokenizer, or does not support the attention.
     """
-    with _LOADING:
-        return _load_actor(config, device, seed, tokenizer, on_host)
-
-
-def _load_actor(
-    config: ModelConfig,
-    device: str,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    on_host: bool,
-) -> Actor:
     from transformers import AutoModelForCausalLM
 
     name = config.name_or_path

@@ -60,7 +60,7 @@ class Past:
         return next(i for i in range(most) if self.ids[i] != prompt[i])
 
 
-def as_argument(model: Any, cache: Any) -> dict[str, Any]:
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     """Return ``cache`` by its name in ``model``'s forward, which transformers 5.24 renames to ``cache``."""
     # a model in adapters hides its forward
     named = _forward_arguments(type(model.get_decoder()))  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def prefill(
             input_ids=ids[:, start:end],
             attention_mask=None if mask is None else mask[:, :end],
             position_ids=positions[:, start:end],
-            **as_argument(model, cache),
+            **cache_argument(model, cache),
             use_cache=True,
             logits_to_keep=1,
         )
@@ -239,7 +239,7 @@ class SharedDecoder:
         out = self._model(
             input_ids=pad(tokens, (0, empty)).unsqueeze(-1),
             position_ids=pad(self._position, (0, 0, 0, empty)),
-            **as_argument(self._model, self._cache),
+            **cache_argument(self._model, self._cache),
             use_cache=True,
         )
         self._position = self._position + 1
@@ -333,7 +333,7 @@ class PlainDecoder:
             input_ids=new,
             attention_mask=self._mask,
             position_ids=self._positions,
-            **as_argument(self._model, self._cache),
+            **cache_argument(self._model, self._cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits[:, -1]

@@ -29,7 +29,7 @@ from multitask_rl.errors import ConfigError
 from multitask_rl.models.actor import DTYPES, default_device, weight_dtype
 from multitask_rl.models.lora import models_below
 from multitask_rl.plugins import build_config
-from multitask_rl.rollout.decoder import as_argument
+from multitask_rl.rollout.decoder import cache_argument
 from multitask_rl.rollout.snapshot import sampling_weights
 from multitask_rl.run.checkpoint import model_directory
 from multitask_rl.run.plan import RunPlan
@@ -460,10 +460,10 @@ def measure_step(
         past, part = DynamicCache(config=model.config), max(1, config.rollout.prefill_tokens // rows)
         for begin in range(0, context, part):  # without logits: those of all prompts exceed the memory
             read = ids(rows, min(part, context - begin))
-            model.get_decoder()(read, **as_argument(model, past), use_cache=True)
+            model.get_decoder()(read, **cache_argument(model, past), use_cache=True)
 
         def decode(past: Any = past) -> None:
-            model(ids(rows, 1), **as_argument(model, past), use_cache=True)
+            model(ids(rows, 1), **cache_argument(model, past), use_cache=True)
             past.crop(-1)
 
         of_head = seconds(lambda: head(hidden), 0.1)

@@ -8,7 +8,7 @@ from multitask_rl.attention.shared import SHARED_PROMPT, shared_prompt_attention
 from multitask_rl.rollout.decoder import (
     PlainDecoder,
     SharedDecoder,
-    as_argument,
+    cache_argument,
     can_decode_cached,
     can_share_prompts,
 )
@@ -109,7 +109,7 @@ def test_models_that_cannot_share_are_found_out(name, expected):
 def test_a_cache_is_used_where_it_gives_the_logits_of_a_plain_forward(name, expected):
     model = build(name)
     # Mamba has another name for its cache before transformers 5.24
-    assert can_decode_cached(model) is (expected or "cache" in as_argument(model, None))
+    assert can_decode_cached(model) is (expected or "cache" in cache_argument(model, None))
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def test_other_forwards_are_untouched_while_it_is_on():
     ids, mask = torch.tensor([[0, 5, 6], [7, 8, 9]]), torch.tensor([[0, 1, 1], [1, 1, 1]])
     expected = model(ids, attention_mask=mask).logits
     with use_attention([model], SHARED_PROMPT):
-        found = model(ids, attention_mask=mask, **as_argument(model, DynamicCache())).logits
+        found = model(ids, attention_mask=mask, **cache_argument(model, DynamicCache())).logits
     torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-6)
 
 

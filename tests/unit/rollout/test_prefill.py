@@ -11,7 +11,7 @@ from transformers import DynamicCache, GPTNeoXConfig, GPTNeoXForCausalLM, Qwen2C
 from multitask_rl.records import SamplingParams
 from multitask_rl.rollout import decoder as module
 from multitask_rl.rollout.base import GenerationRequest
-from multitask_rl.rollout.decoder import as_argument, prefill
+from multitask_rl.rollout.decoder import cache_argument, prefill
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.testing.engine import sampled_logprobs
 from rollout_models import build
@@ -51,7 +51,7 @@ def test_chunks_give_the_keys_values_and_logits_of_one_forward(
     ids, mask, positions = _prompts(lengths)
     whole, pieces = DynamicCache(config=model.config), DynamicCache(config=model.config)
     arguments = {"attention_mask": mask, "position_ids": positions, "use_cache": True}
-    expected = model(input_ids=ids, **as_argument(model, whole), **arguments).logits[:, -1]
+    expected = model(input_ids=ids, **cache_argument(model, whole), **arguments).logits[:, -1]
     found = prefill(model, ids, pieces, mask=mask, positions=positions, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     seen = torch.ones_like(ids) if mask is None else mask
@@ -210,5 +210,5 @@ class Before(OfToday):
 
 
 def test_the_cache_goes_by_the_name_that_the_model_has() -> None:
-    assert as_argument(OfToday(), "kept") == {"cache": "kept"}
-    assert as_argument(Before(), "kept") == {"past_key_values": "kept"}
+    assert cache_argument(OfToday(), "kept") == {"cache": "kept"}
+    assert cache_argument(Before(), "kept") == {"past_key_values": "kept"}
