@@ -147,8 +147,10 @@ class StreamedRows(LazyRows):
             ) from error
 
 
-def read_file(path: str | Path) -> Rows:
+def read_file(path: str | Path, where: str = "") -> Rows:
     """Return the rows of a .jsonl, .jsonl.gz, .json or .parquet file.
+
+    ``where``: the key that names the file, for the error of an empty one.
 
     Raises:
         DataError: it is missing, unreadable or empty, or a line is no JSON object (names the line).
@@ -182,7 +184,8 @@ def read_file(path: str | Path) -> Rows:
         else:
             raise DataError(f"{place}: unknown kind of data set; allowed: {', '.join(DATA_SUFFIXES)}")
     if not rows:
-        raise DataError(f"data set {str(place)!r} has no rows; a run needs at least one")
+        named = f"{where}: " if where else ""
+        raise DataError(f"{named}data set {str(place)!r} has no rows; a run needs at least one")
     return rows
 
 
@@ -268,10 +271,11 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
         end = start + len(line)
         if line.strip():
             try:
-                value = _parse_json(line)
+                value = _parse_json(line.rstrip())
             except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+                problem = str(error).replace("line 1 ", "")  # the file's line is told
                 raise DataError(
-                    f"{path}:{number}: not a line of JSON: {error}; each line is one object, such as "
+                    f"{path}:{number}: not a line of JSON: {problem}; each line is one object, such as "
                     '{"prompt": "1+1=", "reference": "2"}'
                 ) from error
             if not isinstance(value, dict):

@@ -162,12 +162,11 @@ def _read(spec: TaskSpec, dataset: str) -> dict[str, Rows]:
         return _select(spec, _read_plugin(spec, dataset.removeprefix("plugin:")), dataset)
     if dataset.startswith(GENERATOR_PREFIX):
         return _select(spec, generate_rows(spec, dataset.removeprefix(GENERATOR_PREFIX)), dataset)
-    is_path = is_data_path(dataset)
-    if is_path:
-        whole = {"": read_file(dataset)}
+    where = f"{spec.where}.{'eval_dataset' if dataset == spec.eval_dataset else 'dataset'}"
+    if is_data_path(dataset):
+        whole = {"": read_file(dataset, where)}
     else:
-        key = "eval_dataset" if dataset == spec.eval_dataset else "dataset"
-        whole = read_dataset_dict(dataset, spec.dataset_config, f"{spec.where}.{key}")
+        whole = read_dataset_dict(dataset, spec.dataset_config, where)
     grouped = group_rows(whole, by="" if "task" in spec.select else "task")
     name = spec.name
     if name not in grouped and spec.renamed_from and spec.renamed_from in grouped:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -161,6 +161,8 @@ class _MessageWorld(AuthorWorld):
             if error.args and isinstance(name := error.args[0], str) and name not in row:
                 raise DataError(f"reset(row) needs a row with {name!r}, it has: {', '.join(row)}") from error
             raise
+        if not isinstance(said, str | Sequence | None):
+            raise TypeError(f"reset(row) returned {said!r}; expected messages, a text or None")
         return Opening(messages=[{"role": "user", "content": said}] if isinstance(said, str) else said or ())
 
     def step(self, message: Message) -> StepResult:

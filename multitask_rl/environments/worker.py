@@ -186,7 +186,9 @@ def _checked(answer: Any, expected: type[Opening] | type[StepResult]) -> Opening
         TypeError, ValueError: it is no such answer.
     """
     if not isinstance(answer, expected):
-        raise TypeError(f"the world returned {answer!r}; expected a {expected.__name__}")
+        raise TypeError(
+            f"the world returned {answer!r}; expected a {expected.__name__} of {expected.__module__}"
+        )
     for message in answer.messages:
         is_message = isinstance(message, Mapping)
         if not (is_message and all(isinstance(message.get(key), str) for key in ("role", "content"))):

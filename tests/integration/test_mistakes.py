@@ -189,7 +189,49 @@ MISTAKES = {
         data("d.csv", "prompt\na\n"),
         ["d.csv' must end in one of .jsonl"],
     ),
-    "no rows": (VALIDATE, data("d.jsonl", ""), ["d.jsonl' has no rows", "needs at least one"]),
+    "no rows": (
+        VALIDATE,
+        data("d.jsonl", ""),
+        ["tasks.yaml:1: tasks.copy.dataset: ", "d.jsonl' has no rows", "needs at least one"],
+    ),
+    "no held-out rows": (
+        VALIDATE,
+        {**task(eval_dataset="d.jsonl"), "d.jsonl": ""},
+        ["tasks.copy.eval_dataset: ", "d.jsonl' has no rows"],
+    ),
+    "a row that is cut": (
+        VALIDATE,
+        data("d.jsonl", ROW + '{"prompt": "a", "reference": \n'),
+        ["d.jsonl:2: not a line of JSON: Expecting value: column 29 (char 28)"],
+    ),
+    "two letters of an algorithm in the wrong order": (
+        VALIDATE,
+        task(type="gpro"),
+        ["tasks.copy.type", "did you mean 'grpo'"],
+    ),
+    "an environment that begins with a number": (
+        VALIDATE,
+        {
+            **task(environment="own.py:World", rewards=None),
+            "own.py": "class World:\n    def reset(self, row):\n        return 3\n\n"
+            "    def step(self, message):\n        pass\n",
+        },
+        ["tasks.copy.environment", "reset(row) returned 3; expected messages, a text or None"],
+    ),
+    "a step as in gymnasium": (
+        VALIDATE,
+        {
+            **task(environment="own.py:World", rewards=None),
+            "own.py": "class World:\n    def reset(self, row):\n        return 'Go.'\n\n"
+            "    def step(self, message):\n        return 'next', 1.0, True, {}\n",
+        },
+        ["tasks.copy.environment", "expected a StepResult of multitask_rl.environments.base"],
+    ),
+    "a reward of TRL without its prefix": (
+        VALIDATE,
+        reward("def score(completions, **columns):\n    return [1.0] * len(completions)\n"),
+        ["rewards[0]", "write the plugin as 'trl:own.py:score'"],
+    ),
     "a row that is no JSON": (
         VALIDATE,
         data("d.jsonl", ROW + "{'prompt': 1}\n"),

@@ -21,7 +21,8 @@ from multitask_rl.errors import ConfigError
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'x'?`` for the closest known word, or an empty string."""
     words = list(known)
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    close = [w for w in words if sorted(w) == sorted(word)]  # letters in the wrong order
+    close = close or difflib.get_close_matches(word, words, n=1, cutoff=0.6)
     close = close or [w for w in words if len(word) > 2 and w.startswith(word)]
     return f"; did you mean {close[0]!r}?" if close else ""
 
