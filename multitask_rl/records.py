@@ -333,10 +333,10 @@ class Scored:
     """Set before trackers get the record; None = not set yet."""
 
     def check_reward(self) -> None:
-        """Convert ``reward`` to a float: a stage may have set a tensor or a number of numpy.
+        """Convert ``reward`` to a float unless it is None: a stage may have set a tensor or a NumPy number.
 
         Raises:
-            ValueError: it is not a finite number.
+            ValueError: it is a text, NaN or infinite.
         """
         given: Any = self.reward
         if given is not None:

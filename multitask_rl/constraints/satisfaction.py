@@ -26,7 +26,8 @@ def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, St
     - ``violation_rate``: rate over first attempts; missing if the constraint applies to no response.
     - ``upper_bound``: its one-sided 95 % Clopper-Pearson bound; 1 if the constraint applies to no response.
     - ``satisfied``: 1 if ``upper_bound`` is at most ``limit``, else 0.
-    - ``n``: responses that the constraint applies to.
+    - ``limit``: the limit itself.
+    - ``n``: first attempts that the constraint applies to.
     - ``served_violation_rate``: rate over last attempts; for mode ``reject`` only.
     """
     numbers: dict[str, Statistic] = {}

@@ -710,7 +710,11 @@ def make_actor(
 
 
 def _check_savable(model: PreTrainedModel) -> None:
-    """Raise a ``ConfigError`` if the model computes, or is saved, as another one than its class makes."""
+    """Raise a ``ConfigError`` for a model that its class could not load again from a checkpoint.
+
+    Such are quantised models, models with replaced layers and models with tensors that layers share against
+    their class. A model whose forward Accelerate's autocast wraps is refused as well.
+    """
     if "_original_forward" in vars(model):
         raise ConfigError(
             "Accelerate prepared the model with mixed_precision, so it would be sampled and trained under "

@@ -1,4 +1,4 @@
-"""One training run to an output directory."""
+"""The lock that lets one training run at a time write into an output directory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from multitask_rl.errors import ConfigError
 class DirectoryLock:
     """A lock on a directory, held until ``release`` or the end of the process.
 
-    A second one of the same process takes it over from the first, which ``is_taken`` from then on: a notebook
-    may make a new run where it left one open.
+    A second lock of the same process takes it over, and sets ``is_taken`` of the first one: a notebook may
+    make a new run where it left one open.
 
     Args:
         directory: made if it is missing. Its file ``.lock`` names host and process of the holder.

@@ -1,4 +1,4 @@
-"""Rank 0's connections to the other learner ranks: starts them, sends and receives messages, finds losses."""
+"""Rank 0's connections to the other learner ranks: starts them, exchanges messages, notices lost ranks."""
 
 from __future__ import annotations
 
