@@ -160,7 +160,9 @@ class ToolWorld(AuthorWorld):
         named = {p.name: p.default is p.empty for p in parameters if p.kind is not p.VAR_KEYWORD}
         for name, is_needed in named.items():
             if is_needed and name not in row:
-                raise DataError(f"reset() needs a row with {name!r}, it has: {', '.join(map(str, row))}")
+                raise DataError(
+                    f"reset() needs a row with {name!r}, it has: {', '.join(map(str, row)) or 'no column'}"
+                )
         text = self._run(reset, **{str(k): v for k, v in row.items() if takes_all or k in named})
         if not isinstance(text, str | None):
             raise TypeError(f"reset() of an environment with tools returned {text!r}, expected text or None")

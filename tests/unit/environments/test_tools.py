@@ -277,6 +277,8 @@ def test_arguments_may_have_any_name():
 def test_a_row_without_a_column_that_reset_needs_is_bad_data():
     with pytest.raises(DataError, match=r"needs a row with .question., it has: other"):
         world().reset({"other": 1})
+    with pytest.raises(DataError, match=r"needs a row with .question., it has: no column"):
+        world().reset({})
 
 
 def test_a_sandbox_that_fails_is_no_error_of_the_actor():
