@@ -7,12 +7,13 @@
 
 Sampling compares our engine with ``model.generate``, vLLM and ``products``, the matrix products of decoding
 alone, which no engine can leave out: the limit of this machine. A step compares our trainer with TRL's
-``GRPOTrainer``. Every side is a process of its own with the same prompts, lengths and temperature. The sides
-take turns. The first round of a turn does not count: a side that has waited for others is slower then, and no
-training run waits so. A ratio is the median over the turns of our tokens per second over those of the other
-side: per second of processor time with one thread, since other work on the machine hardly changes it; by the
-clock with more (``--threads 2``, on a quiet machine), since threads that wait for each other spend processor
-time. A side that is not installed is left out with a message.
+``GRPOTrainer`` and with ``products-step``, the matrix products of a step alone. Every side is a process of
+its own with the same prompts, lengths and temperature. The sides take turns. The first round of a turn does
+not count: a side that has waited for others is slower then, and no training run waits so. A ratio is the
+median over the turns of our tokens per second over those of the other side: per second of processor time
+with one thread, since other work on the machine hardly changes it; by the clock with more (``--threads 2``,
+on a quiet machine), since threads that wait for each other spend processor time. A side that is not
+installed is left out with a message.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SCRIPTS = {"ours-step": "chat_step.py", "trl-step": "chat_trl.py"}
 ENGINES = ["ours-float32", "ours-bfloat16", "generate-float32", "generate-bfloat16", "vllm-bfloat16"]
 HELP = (
     f"{' '.join(ENGINES)} products-float32; of a whole step {' '.join(SCRIPTS)}, each with -float32 or "
-    "-bfloat16"
+    "-bfloat16, products-step-float32"
 )
 WARMUP = 1
 

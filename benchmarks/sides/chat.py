@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chat_prompts import TEMPERATURE, arguments, questions
+from chat_prompts import MICROBATCH_TOKENS, TEMPERATURE, arguments, questions
 
 args = arguments(__doc__)
-name, _, dtype = args.engine.partition("-")
+name, _, dtype = args.engine.rpartition("-")
 # vLLM starts threads of its own when it is imported
 os.environ |= {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 
@@ -128,6 +128,51 @@ def products() -> Callable[[list[list[int]], int], int]:
     return sample
 
 
+def products_of_a_step() -> Callable[[list[list[int]], int], int]:
+    """Return the float32 matrix products of a whole step alone: what no trainer can leave out.
+
+    Every prompt goes through the body once to sample and once to learn, every token of every answer too, and
+    answers through the head. A product of learning has ``MICROBATCH_TOKENS`` rows, and two more of its size
+    backward. All answers have all tokens. Attention, norms, activations, sampling, the loss and the optimizer
+    are left out.
+    """
+    from multitask_rl.attention.products import multiply_with_onednn
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    multiply_with_onednn(model.config.hidden_size)
+    head = model.get_output_embeddings()
+    body = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    weights = [m.weight.detach() for m in body]
+    gradients = {id(weight): torch.zeros_like(weight) for weight in [*weights, head.weight]}
+
+    def forward(weights: list[Any], rows: int) -> None:
+        inputs = {size: torch.randn(rows, size) for size in {weight.shape[1] for weight in weights}}
+        for weight in weights:
+            inputs[weight.shape[1]] @ weight.T
+
+    def learn(weights: list[Any], rows: int) -> None:
+        forward(weights, rows)
+        sides = {size: torch.randn(rows, size) for weight in weights for size in weight.shape}
+        for weight in weights:
+            x, dy = sides[weight.shape[1]], sides[weight.shape[0]]
+            dy @ weight
+            gradients[id(weight)].addmm_(dy.T, x)
+
+    def step(prompts: list[list[int]], step: int) -> int:
+        rows = args.prompts * args.group
+        answered, asked = rows * args.new_tokens, sum(map(len, prompts))
+        with torch.inference_mode():
+            forward(weights, asked)
+            for _ in range(args.new_tokens):
+                forward([*weights, head.weight], rows)
+            for part, total in ((weights, asked + answered), ([head.weight], answered)):
+                for done in range(0, total, MICROBATCH_TOKENS):
+                    learn(part, min(MICROBATCH_TOKENS, total - done))
+        return answered
+
+    return step
+
+
 def _process_seconds() -> float:
     own = os.times()
     return own.user + own.system + own.children_user + own.children_system
@@ -138,6 +183,7 @@ sample: Callable[[list[list[int]], int], int] = {
     "generate": generate,
     "vllm": vllm,
     "products": products,
+    "products-step": products_of_a_step,
 }[name]()
 
 

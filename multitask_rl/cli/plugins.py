@@ -28,14 +28,22 @@ def main(argv: Sequence[str]) -> int:
     """Run the command that ``argv`` begins with and return the exit code (2 = usage)."""
     command, *rest = argv or [""]
     if command == "list":
-        kinds = {group.rpartition(".")[2]: group for group in GROUPS}
-        parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
-        for kind, group in list(kinds.items()):
+        groups = {group.rpartition(".")[2]: group for group in GROUPS}
+        kinds: dict[str, str] = {}
+        for kind in groups:
             word = kind.rpartition("_")[2]  # ``check`` and ``new`` name it so, in the singular
-            kinds |= {word: group, word.removesuffix("es" if word == "sandboxes" else "s"): group}
-        parser.add_argument("kind", nargs="?", choices=sorted(kinds), help="default: all")
+            kinds |= {word: kind, word.removesuffix("es" if word == "sandboxes" else "s"): kind}
+        parser = argparse.ArgumentParser(prog="multitask-rl plugins list")
+        parser.add_argument(
+            "kind",
+            nargs="?",
+            metavar="KIND",
+            type=lambda given: kinds.get(given, given),
+            choices=sorted(groups),
+            help="%(choices)s; default: all",
+        )
         kind = parser.parse_args(rest).kind
-        infos = list_plugins(kinds[kind] if kind else None)
+        infos = list_plugins(groups[kind] if kind else None)
         if not infos:
             raise PluginError("no plugins are installed; reinstall multitask-rl (pip install -e .)")
         rows = []
