@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
+
 from multitask_rl.records import Event, SamplingParams
 
 if TYPE_CHECKING:
@@ -242,4 +244,5 @@ def most_tokens(request: GenerationRequest) -> int:
 
 def push_weights(engine: RolloutEngine, actor: Actor) -> None:
     """Give ``engine`` the present weights of ``actor``."""
+    torch.clear_autocast_cache()  # a thread that samples ahead leaves its casts of the weights there
     engine.update_weights({} if engine.shares_weights else actor.state_dict(), actor.policy_version)

@@ -20,6 +20,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from multitask_rl.boundary.interrupts import is_interrupted
 from multitask_rl.config.run import RunConfig
 from multitask_rl.curriculum.scheduler import DynamicTaskWeightScheduler
@@ -117,7 +119,11 @@ class ExperienceSource:
         self._timeline = timeline
         self._refill = Refill(tasks, config.batch.refill_rounds, scheduler.informative_rate)
         self._lag = config.rollout_lag
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollout") if self._lag > 0 else None
+        # All threads share autocast's cache of cast weights; the end of an outermost autocast drops it. In
+        # another thread's forward pass this moves the rounding of gradients: a weight is cast twice. So this
+        # thread counts as inside of an autocast all the time.
+        within: Any = {"thread_name_prefix": "rollout", "initializer": torch.autocast_increment_nesting}
+        self._executor = ThreadPoolExecutor(1, **within) if self._lag > 0 else None
         self._is_stopping = threading.Event()
         """Set while the batches under way are dropped: their sampling ends at its next decode step."""
         if self._executor is not None:

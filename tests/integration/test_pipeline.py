@@ -12,7 +12,14 @@ from dataclasses import replace
 import pytest
 
 from multitask_rl.boundary.interrupts import Terminated, stopping_on_signals
-from multitask_rl.config.run import BatchConfig, CheckpointConfig, EvalConfig, RolloutConfig, SchedulerConfig
+from multitask_rl.config.run import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    ModelConfig,
+    RolloutConfig,
+    SchedulerConfig,
+)
 from multitask_rl.data import PromptStream
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Rollout, Scored
@@ -52,6 +59,19 @@ def starts_right(response, reference):
     while not GATE.exists():
         time.sleep(0.01)
     return float(response[:1] == reference[:1]) if response else 0.0
+"""
+REJECTING = """
+tasks:
+  copy:
+    type: grpo
+    dataset: copy.jsonl
+    rewards: [rewards.py:starts_right]
+    algorithm_config: {entropy_coefficient: 0.01}
+  clean:
+    type: constrained_decoding
+    dataset: digit.jsonl
+    rewards: [rewards.py:is_short]
+    constraints: [{plugin: rewards.py:has_no_digit, mode: reject, max_attempts: 3, stream_every: 2}]
 """
 ONE_TASK = """
 tasks:
@@ -98,6 +118,18 @@ def test_rewards_of_random_duration_change_nothing(finished, tmp_path):
     rewards = (directory / "rewards.py").read_text()
     (tmp_path / "rewards.py").write_text(rewards + SLEEPY)  # in a worker process
     assert weights_hash(train(run_config(tmp_path, "whole", 6, **OVERLAP))) == weights_hash(whole)
+
+
+def test_sampling_beside_the_update_changes_no_bit_of_it_under_autocast(tmp_path):
+    # rejected responses are sampled again in many short calls, and each ends an autocast of the other thread
+    write_run(tmp_path, REJECTING)
+    changes = OVERLAP | {
+        "model": ModelConfig(name_or_path=str(tmp_path / "actor"), autocast=True),
+        # some micro-batches have two parts: a forward pass uses each weight twice
+        "batch": BatchConfig(prompts_per_step=8, group_size=4, tokens_per_microbatch=64),
+    }
+    runs = [train(run_config(tmp_path, f"run{number}", 6, **changes)) for number in range(3)]
+    assert len({weights_hash(run) for run in runs}) == 1
 
 
 def test_more_staleness_means_more_rollouts_ahead(tmp_path):

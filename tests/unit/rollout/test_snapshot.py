@@ -1,5 +1,7 @@
 """Sampling from a copy of the actor, in float32 or with linear layers in bfloat16."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from model_builders import build_actor
 from multitask_rl.config.run import RolloutConfig
 from multitask_rl.errors import ConfigError
 from multitask_rl.records import Event, SamplingParams
-from multitask_rl.rollout.base import GenerationRequest
+from multitask_rl.rollout.base import GenerationRequest, push_weights
 from multitask_rl.rollout.hf import HFEngine
 from multitask_rl.rollout.snapshot import PackedLinear, SnapshotEngine, build_engine, can_pack
 from multitask_rl.testing import FakeEngine
@@ -61,6 +63,21 @@ def test_a_copy_in_bfloat16_samples_as_autocast_does_and_changes_with_its_update
 
 
 @pytest.mark.skipif(not can_pack(torch.device("cpu")), reason="this CPU has no instructions for bfloat16")
+def test_new_weights_reach_a_thread_that_keeps_its_casts():
+    actor = build_actor()
+    actor.config = replace(actor.config, autocast=True)
+    own = engine(actor, RolloutConfig(), copies=True)
+    with ThreadPoolExecutor(
+        1, initializer=torch.autocast_increment_nesting
+    ) as thread:  # as a run that overlaps
+        first = thread.submit(sampled, own).result()
+        with torch.no_grad():
+            for parameter in actor.model.parameters():
+                parameter.mul_(1.2)
+        push_weights(own, actor)
+        assert thread.submit(sampled, own).result() == autocast_sample(actor) != first
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_packed_layer_gives_the_bits_of_a_linear_layer_under_autocast(bias):
     linear = torch.nn.Linear(72, 200, bias=bias)
