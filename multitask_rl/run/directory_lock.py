@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
+import psutil
 from filelock import FileLock, Timeout
 
 from multitask_rl.errors import ConfigError
@@ -54,15 +55,8 @@ class DirectoryLock:
                 process = int(number)
             except (OSError, ValueError, TypeError):
                 host, process = "", 0
-            is_dead = False
-            if process and host == socket.gethostname():
-                try:
-                    os.kill(process, 0)
-                    is_dead = process == os.getpid()
-                except ProcessLookupError:
-                    is_dead = True
-                except PermissionError:
-                    pass
+            is_here = process > 0 and host == socket.gethostname()
+            is_dead = is_here and (process == os.getpid() or not psutil.pid_exists(process))
             # a child process that outlives a killed trainer still has its files open
             if not is_dead:
                 holder = f"process {process} on {host}" if process else "another process"
