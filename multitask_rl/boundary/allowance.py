@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
@@ -70,6 +71,16 @@ def usable_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float:
             left = _numbers(limit)[0] - _numbers(used)[0] + float(dropped.get(cached, 0))
             free = min(free, max(0.0, left))
     return free
+
+
+def kernel_says(file: str, name: str) -> str:
+    """Return what follows ``name`` at the beginning of a line of ``file``; empty if no line begins so.
+
+    Such files (``/proc/self/status``, ``/proc/cpuinfo``) exist on Linux only.
+    """
+    with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
+        return next((line.removeprefix(name).strip(": \t\n") for line in lines if line.startswith(name)), "")
+    return ""
 
 
 def _affinity() -> int:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from multitask_rl.boundary.allowance import kernel_says
+
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run. Many Slurm jobs ask for SIGUSR1 as the warning before their end."""
 
@@ -92,11 +94,7 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 def _is_caught(number: int) -> bool:
     """Return whether the process handles the signal, be it by C code (``faulthandler``) unknown to Python."""
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    return bool(int(kernel_says("/proc/self/status", "SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 @contextlib.contextmanager

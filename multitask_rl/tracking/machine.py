@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from multitask_rl.boundary.allowance import usable_cores
+from multitask_rl.boundary.allowance import kernel_says, usable_cores
 from multitask_rl.errors import disk_errors
 
 MACHINE = "machine.json"
@@ -24,7 +24,10 @@ def describe_machine() -> dict[str, Any]:
     """Return processors, memory, GPUs and versions; nothing that names the host or its user."""
     import torch
 
-    found: dict[str, Any] = {"system": platform.platform(), "processor": _processor()}
+    found: dict[str, Any] = {"system": platform.platform()}
+    found["processor"] = (
+        kernel_says("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+    )
     found["cores"] = os.cpu_count()
     found["cores of this process"] = usable_cores()
     found["threads of torch"] = torch.get_num_threads()
@@ -61,12 +64,3 @@ def write_machine(directory: Path) -> None:
     with disk_errors(str(path)):
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(describe_machine(), indent=1) + "\n", encoding="utf-8")
-
-
-def _processor() -> str:
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
