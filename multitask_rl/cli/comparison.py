@@ -30,7 +30,7 @@ from multitask_rl.cli.tables import (
     write,
     write_page,
 )
-from multitask_rl.config.run import RunConfig, dotted
+from multitask_rl.config.run import RunConfig, dotted, merged
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
 from multitask_rl.errors import ConfigError
 from multitask_rl.lazy import without_collector
@@ -297,14 +297,14 @@ def _with_defaults(
     """
     if not config:
         return {}
-    filled = _filled(config, of_run)
+    filled = merged(of_run, config)
     tasks = config.get("tasks")
     if isinstance(tasks, Mapping) and all(isinstance(task, Mapping) for task in tasks.values()):
-        filled["tasks"] = {name: _filled({"name": name, **task}, of_task) for name, task in tasks.items()}
+        filled["tasks"] = {name: merged(of_task, {"name": name, **task}) for name, task in tasks.items()}
         for task in filled["tasks"].values():
             for key, of_entry in of_entries.items():
                 if isinstance(task[key], list):
-                    task[key] = [_filled(e, of_entry) if isinstance(e, Mapping) else e for e in task[key]]
+                    task[key] = [merged(of_entry, e) if isinstance(e, Mapping) else e for e in task[key]]
     return filled
 
 
@@ -312,17 +312,6 @@ def _recorded(settings: RunConfig | TaskSpec | RewardSpec | ConstraintSpec) -> d
     """Return all keys as a run records them: as JSON data."""
     recorded: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
     return recorded
-
-
-def _filled(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    filled = dict(given)
-    for key, default in defaults.items():
-        value = given.get(key)
-        if key not in given:
-            filled[key] = default
-        elif isinstance(value, Mapping) and isinstance(default, Mapping):
-            filled[key] = _filled(value, default)
-    return filled
 
 
 def _is_copy(one: RunRecord, other: RunRecord) -> bool:

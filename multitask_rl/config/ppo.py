@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from multitask_rl.config.devices import count_cuda_devices, torchrun_size
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import RunConfig, merged
 from multitask_rl.config.schema.build import build_dataclass, build_parts
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.config.schema.ranges import Count, Natural, NotNegative, OneOf, Positive, Settings
@@ -223,7 +223,7 @@ class PPOConfig(Settings):
                 )
             elif self.hybrid_engine.enable_context_sharding:
                 given["batch"]["context_ranks"] = devices
-        return build_dataclass(RunConfig, _merged(given, self.run), Where("config", ("run",)))
+        return build_dataclass(RunConfig, merged(given, self.run), Where("config", ("run",)))
 
 
 def new_run_directory() -> str:
@@ -238,11 +238,3 @@ def get_ppo_default_config() -> dict[str, Any]:
     1
     """
     return dataclasses.asdict(PPOConfig())
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    result = dict(base)
-    for key, value in over.items():
-        old = result.get(key)
-        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
-    return result

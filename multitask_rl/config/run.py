@@ -431,6 +431,16 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``over``; mappings that both have are merged, too."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = merged(result[key], value) if both else value
+    return result
+
+
 def as_given(task: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded task with the keys of a tasks file."""
     given = {k: v for k, v in task.items() if k not in ("name", "source", "sampling_keys", "former_names")}
