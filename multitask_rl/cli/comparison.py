@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from multitask_rl.cli.tables import (
-    add_common,
-    add_page,
     effects_table,
     number,
     open_run,
+    parse_common,
     ruled,
     task_table,
     write,
@@ -85,14 +84,10 @@ def main_compare(argv: Sequence[str]) -> int:
         metavar="KEY",
         help="configuration that makes no arm, such as 'tasks.*.dataset'; may be repeated",
     )
-    add_page(parser)
     parser.add_argument(
         "--each-run", action="store_true", help="each run is an arm, also those of other seeds"
     )
-    add_common(parser)
-    options = parser.parse_args(argv)
-    if options.open and options.html is None:
-        parser.error("--open shows the page that --html FILE writes")
+    options = parse_common(parser, argv)
     with without_collector(), contextlib.ExitStack() as stack:
         runs, left_out = _read_all(options.runs, options.tracking_uri, stack)
         arms = group_runs(runs, left_out, each_run=options.each_run, ignore=options.ignore)

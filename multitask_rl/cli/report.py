@@ -11,11 +11,10 @@ from typing import Any
 
 from multitask_rl.boundary.printable import one_line
 from multitask_rl.cli.tables import (
-    add_common,
-    add_page,
     effects_table,
     number,
     open_run,
+    parse_common,
     ruled,
     task_table,
     write,
@@ -43,11 +42,7 @@ def main_report(argv: Sequence[str]) -> int:
         "changed in B.",
     )
     parser.add_argument("run", metavar="RUN", nargs="+", help="output directory or mlflow:<run id>")
-    add_page(parser)
-    add_common(parser)
-    options = parser.parse_args(argv)
-    if options.open and options.html is None:
-        parser.error("--open shows the page that --html FILE writes")
+    options = parse_common(parser, argv)
     if options.html and (len(options.run) > 1 or options.run[0].startswith("mlflow:")):
         parser.error("--html takes one run, by its output directory")
     if len(options.run) > 1:

@@ -21,16 +21,16 @@ from multitask_rl.tracking.jsonl import dump_line
 from multitask_rl.tracking.reading import RunRecord, read_run
 
 
-def add_common(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that read runs."""
-    parser.add_argument("--tracking-uri", default="", help="MLflow server, for runs given as mlflow:<run id>")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-
-
-def add_page(parser: argparse.ArgumentParser) -> None:
-    """Add the options of commands that write a page."""
+def parse_common(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Add the options of commands that read runs and write a page; return the parsed ``argv``."""
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one page that works offline")
     parser.add_argument("--open", action="store_true", help="show the page in the browser")
+    parser.add_argument("--tracking-uri", default="", help="MLflow server, for runs given as mlflow:<run id>")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(argv)
+    if options.open and options.html is None:
+        parser.error("--open shows the page that --html FILE writes")
+    return options
 
 
 def write_page(options: argparse.Namespace, page: str) -> None:
