@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
 from functools import lru_cache
@@ -87,6 +87,14 @@ def load_line(line: bytes) -> Any:
         return msgspec.json.decode(line)
     except ValueError:  # it is stricter: half of a surrogate pair, NaN, 1e400
         return json.loads(line.decode("utf-8", "replace"))
+
+
+def whole_records(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the records in ``lines``; a line that is no JSON object, as a crash leaves one, is left out."""
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            if isinstance(record := load_line(line), dict):
+                yield record
 
 
 def _result_to_dict(result: RewardResult | Verdict) -> dict[str, Any]:
@@ -219,20 +227,16 @@ def repeat_evaluations(file: Path, step: int, former: Mapping[str, str]) -> None
         CheckpointError: it cannot be written.
     """
     with disk_errors(str(file)):
-        lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
-    kept: dict[str, list[tuple[int, str]]] = {}
-    for line in lines:
-        try:
-            row = load_line(line)
-        except (ValueError, RecursionError):  # cut by a crash: readers leave it out, too
-            continue
+        lines = file.read_bytes().splitlines() if file.exists() else []
+    kept: dict[str, list[dict[str, Any]]] = {}
+    for row in whole_records(lines):
         own = kept.setdefault(former.get(row["task"], row["task"]), [])
-        while own and own[-1][0] >= row["step"]:
+        while own and own[-1]["step"] >= row["step"]:
             own.pop()
-        own.append((row["step"], line.decode()))
-    newest = [[line for at, line in own if at <= step][-1:] for own in kept.values()]
+        own.append(row)
+    newest = [[row for row in own if row["step"] <= step][-1:] for own in kept.values()]
     with closing(RecordFile(file)) as record:
-        record.append(itertools.chain(*newest))
+        record.append(map(dump_line, itertools.chain(*newest)))
 
 
 def evaluation_row(evaluation: TaskEvaluation) -> dict[str, Any]:
@@ -361,9 +365,5 @@ def set_records_aside(directory: Path) -> None:
 
 
 def _has_steps(path: Path) -> bool:
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):
-                if int(json.loads(line)["step"]) > 0:
-                    return True
-    return False
+    with path.open("rb") as lines:
+        return any(isinstance(row.get("step"), int) and row["step"] > 0 for row in whole_records(lines))

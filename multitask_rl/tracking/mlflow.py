@@ -51,7 +51,7 @@ from multitask_rl.errors import ConfigError, require_extra
 from multitask_rl.records import DatasetRecord, Event, Scored
 from multitask_rl.tracking.background import MAX_PER_BATCH, BackgroundWriter
 from multitask_rl.tracking.base import SAMPLES_EVERY_S, Tracker, best_and_worst
-from multitask_rl.tracking.jsonl import dump_line, load_line, scored_to_dict
+from multitask_rl.tracking.jsonl import dump_line, scored_to_dict, whole_records
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -281,14 +281,6 @@ def _answer(text: str) -> dict[str, Any]:
     return {"choices": [{"message": {"role": "assistant", "content": text}}]}
 
 
-def _records(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the records in ``lines``; a line that is no JSON object, as a crash leaves one, is left out."""
-    for line in lines.splitlines():
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(record := load_line(line), dict):
-                yield record
-
-
 class MLflowTracker(Tracker):
     """One MLflow run; a resumed run continues it under its ``run_id``. MissingExtraError without MLflow."""
 
@@ -461,7 +453,7 @@ class MLflowTracker(Tracker):
         if not self._num_bytes("metrics.jsonl"):
             return False
         with (self._directory / "metrics.jsonl").open("rb") as stream:
-            row = next(_records(stream.readline()), {"step": 0})
+            row = next(whole_records([stream.readline()]), {"step": 0})
         step, names = row.pop("step"), {legal_name(name): value for name, value in row.items()}
         known = {n: value for n, value in names.items() if value is not None and n in run.data.metrics}
         histories = ((v, self._client.get_metric_history(run.info.run_id, n)) for n, v in known.items())
@@ -488,7 +480,7 @@ class MLflowTracker(Tracker):
             return
         points: list[_Point] = []
         with (self._directory / "metrics.jsonl").open("rb") as stream:
-            for row in _records(stream.read(num_bytes)):
+            for row in whole_records(stream.read(num_bytes).splitlines()):
                 step = int(row.pop("step"))
                 values = {name: math.nan if value is None else value for name, value in row.items()}
                 points += self._points(values, step)
@@ -520,7 +512,7 @@ class MLflowTracker(Tracker):
                     return
                 directory = stack.enter_context(tempfile.TemporaryDirectory())
                 path = Path(self._client.download_artifacts(self._run, path.name, directory))
-            events = list(_records(path.read_bytes()[:num_bytes]))
+            events = list(whole_records(path.read_bytes()[:num_bytes].splitlines()))
         # of the steps that are made again, the run knows no event any more
         for tag in self._client.get_run(self._run).data.tags:
             if tag.startswith("event."):

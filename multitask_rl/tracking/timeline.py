@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from multitask_rl.tracking.jsonl import RecordFile, dump_line, load_line
+from multitask_rl.tracking.jsonl import RecordFile, dump_line, whole_records
 
 Span = tuple[float, float]
 """Begin and end, ``time.monotonic`` seconds."""
@@ -75,9 +75,8 @@ class Timeline:
         if self._file is None:  # not before: a resumed run first cuts the file to its checkpoint
             ended = 0.0  # the clock goes on from the last line
             with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._path.open("rb") as lines:
-                for line in lines:
-                    with contextlib.suppress(ValueError, KeyError):
-                        ended = max(ended, float(load_line(line)["end"]))
+                for span_before in whole_records(lines):
+                    ended = max(ended, float(span_before.get("end", 0.0)))
             self._zero = min(start for *_, (start, _) in spans) - ended
             self._file = RecordFile(self._path)
         found = []
