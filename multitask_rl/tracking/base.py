@@ -13,10 +13,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import CheckpointError, MultitaskRLError, PluginError, described
+from multitask_rl.errors import CheckpointError, MultitaskRLError, PluginError, described, require_extra
 from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
@@ -97,9 +97,16 @@ class PageTracker(Tracker):
     """Base of trackers with pages of their own: some samples as a table, alarms and stops as alerts.
 
     ``_run`` is the client's run, ``_table`` makes its tables; ``start`` sets both.
+
+    Raises:
+        MissingExtraError: the client is not installed.
     """
 
+    client: ClassVar[str]
+    """Name of the client's package, and of its extra."""
+
     def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
+        require_extra(self.client, self.client, f"tracking.trackers names {self.client}")
         self.run_id = run_id
         self._directory, self._config = Path(output_dir), config
         self._run: Any = None

@@ -11,24 +11,15 @@ import contextlib
 import io
 import uuid
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import require_extra
 from multitask_rl.tracking.base import PageTracker
 
 
 class TrackioTracker(PageTracker):
-    """trackio: numbers with their steps; some samples as tables; alarms and stops as alerts.
+    """trackio: numbers with their steps; some samples as tables; alarms and stops as alerts."""
 
-    Raises:
-        MissingExtraError: the client is not installed.
-    """
-
-    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        require_extra("trackio", "trackio", "tracking.trackers names trackio")
-        super().__init__(output_dir, config, run_id)
+    client = "trackio"
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Begin the run, or go on with the one named ``run_id``."""

@@ -10,11 +10,8 @@ curves is the field ``training_step``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from multitask_rl.config.run import TrackingConfig
-from multitask_rl.errors import require_extra
 from multitask_rl.records import Event
 from multitask_rl.tracking.base import PageTracker
 
@@ -22,17 +19,13 @@ _STEP = "training_step"
 
 
 class WandbTracker(PageTracker):
-    """Weights & Biases: numbers with their steps; some samples as tables; alarms and stops as alerts.
+    """Weights & Biases: numbers with their steps; some samples as tables; alarms and stops as alerts."""
 
-    Raises:
-        MissingExtraError: the client is not installed.
-    """
-
-    def __init__(self, output_dir: Path, config: TrackingConfig, run_id: str | None) -> None:
-        require_extra("wandb", "wandb", "tracking.trackers names wandb")
-        super().__init__(output_dir, config, run_id)
-        self._last, self._undone = 0, 0
-        """Newest step sent; how far the client's steps are ahead of the run's, by rollbacks."""
+    client = "wandb"
+    _last = 0
+    """Newest step sent."""
+    _undone = 0
+    """How far the client's steps are ahead of the run's, by rollbacks."""
 
     def start(self, parameters: Mapping[str, Any], resume_step: int | None = None) -> None:
         """Begin the run, or go on with that of ``run_id``."""
