@@ -50,6 +50,11 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
     return f"{line[:half]} [{len(line) - 2 * half} characters] {line[-half:]}"
 
 
+def cut_off(text: str, longest: int) -> str:
+    """Return ``text``, of which at most ``longest`` characters are left; "..." stands for the rest."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; its type if it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

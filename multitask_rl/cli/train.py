@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from multitask_rl.boundary.printable import EscapingFilter, printable, redacted_keys, show_last
+from multitask_rl.boundary.printable import EscapingFilter, first_line, printable, redacted_keys, show_last
 from multitask_rl.cli.tables import task_table
 from multitask_rl.config.run import RECORD, RunConfig, dotted, recorded_config
 from multitask_rl.config.schema.build import build_dataclass
@@ -400,7 +400,7 @@ def _explain(error: Exception) -> str:
         reason = f"{str(failed.filename)!r} cannot be written: {failed.strerror}"
         return f"output_dir: the run's log {reason}; give another with output_dir=PATH"
     causes: list[BaseException] = [error, *([error.__cause__] if error.__cause__ else [])]
-    said = [next(iter(str(cause).strip().splitlines()), type(cause).__name__) for cause in causes]
+    said = list(map(first_line, causes))
     unknown = re.search(r"[Kk]ey '([^']+)'", " ".join(said))
     full_key = re.search(r"full_key: (\S+)", " ".join(map(str, causes)))
     hint = next((f"; give {form}" for end, form in _FORMS.items() if end in " ".join(said)), "")

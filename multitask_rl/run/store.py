@@ -23,7 +23,7 @@ except ImportError:
     from yaml import SafeDumper as _Dumper  # type: ignore[assignment]
     from yaml import SafeLoader as _Loader  # type: ignore[assignment]
 
-from multitask_rl.boundary.printable import counted, redact
+from multitask_rl.boundary.printable import counted, cut_off, redact
 from multitask_rl.config.run import CheckpointConfig, RunConfig, dotted
 from multitask_rl.config.task import TaskSpec
 from multitask_rl.errors import CheckpointError, ConfigError, TrainingError, disk_errors
@@ -295,7 +295,8 @@ class RunStore:
         if progress.step < config.max_steps:
             changed |= self._changed_code(found.state.get("code", {}), specs)
         if changed:
-            told = ", ".join(f"{key}: {_short(old)} -> {_short(new)}" for key, (old, new) in changed.items())
+            pairs = {key: [cut_off(repr(own), 303) for own in pair] for key, pair in changed.items()}
+            told = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in pairs.items())
             reason = f"{'resumed' if is_own else 'forked'} with other settings: {told}"
             self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))
         if is_other:
@@ -504,8 +505,3 @@ def _is_same(key: str, old: Any, new: Any) -> bool:
             if isinstance(a, dict)
         )
     return bool(old == new)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -269,8 +269,7 @@ class Worker:
         """Kill the keeper from another thread; ``receive`` then raises ``WorkerLostError`` in its own."""
         process = self._process
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
 
 
 def to_job(program: base.Program) -> tuple[dict[str, Any], list[bytes]]:

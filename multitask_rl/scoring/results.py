@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from multitask_rl.boundary.printable import cut_off
 from multitask_rl.contracts import PluginTraits
 from multitask_rl.errors import DataError, SandboxError, described
 from multitask_rl.records import (
@@ -83,7 +84,7 @@ def to_verdict(raw: Any, source: str) -> Verdict | Failure:
     is_verdict = isinstance(raw, Verdict)
     cost = _number(raw.cost if is_verdict else raw)
     if cost is None:
-        return failed(f"returned {_show(raw)}, not a cost in [0, 1]", source)
+        return failed(f"returned {cut_off(repr(raw), 80)}, not a cost in [0, 1]", source)
     if not 0.0 <= cost <= 1.0:  # also refuses NaN
         return failed(f"returned the cost {cost!r}, outside [0, 1]", source)
     if is_verdict:
@@ -147,7 +148,7 @@ def _checked(
     number = _number(value)
     if number is None:
         hint = "; a batch function names its parameter 'responses'" * isinstance(value, (list, tuple))
-        return failed(f"returned {_show(value)}, not a number{hint}", source)
+        return failed(f"returned {cut_off(repr(value), 80)}, not a number{hint}", source)
     if not math.isfinite(number):
         return failed(f"returned {number!r}, not a finite number", source)
     if not traits.low <= number <= traits.high:
@@ -157,7 +158,8 @@ def _checked(
     for name, part in components.items():
         converted = _number(part)
         if converted is None or not math.isfinite(converted):
-            return failed(f"returned the component {name!r} = {_show(part)}, not a finite number", source)
+            shown = f"{name!r} = {cut_off(repr(part), 80)}"
+            return failed(f"returned the component {shown}, not a finite number", source)
         parts[str(name)] = converted
     return Score(value=number, components=parts, answer=str(answer))
 
@@ -180,8 +182,3 @@ def _number(value: Any) -> float | None:
 def failed(message: str, source: str, kind: FailureKind = FailureKind.grader) -> Failure:
     """Return a failure of ``kind`` with ``message`` and the plugin ``source``."""
     return Failure(kind=kind, message=message, source=source)
-
-
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

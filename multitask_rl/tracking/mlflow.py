@@ -45,7 +45,7 @@ from urllib.parse import unquote
 
 from filelock import FileLock
 
-from multitask_rl.boundary.printable import counted, redact_text
+from multitask_rl.boundary.printable import counted, cut_off, redact_text
 from multitask_rl.config.run import TrackingConfig, dotted
 from multitask_rl.errors import ConfigError, require_extra
 from multitask_rl.records import DatasetRecord, Event, Scored
@@ -133,7 +133,7 @@ def flatten_parameters(parameters: Mapping[str, Any]) -> Iterator[tuple[str, str
     """Yield dotted legal names and values cut to MLflow's limit; lists are written as JSON."""
     for key, value in dotted(parameters):
         text = value if isinstance(value, str) else json.dumps(value, default=str)
-        yield legal_name(key), text if len(text) <= _MAX_PARAMETER else text[: _MAX_PARAMETER - 3] + "..."
+        yield legal_name(key), cut_off(text, _MAX_PARAMETER)
 
 
 def _describe(parameters: Mapping[str, Any], directory: Path) -> dict[str, str]:
