@@ -42,9 +42,7 @@ EVAL_SPLITS = ("validation", "dev", _TEST)
 _HELD_OUT = 0.1
 
 
-def load_rows(
-    spec: TaskSpec, split: str, own: Mapping[str, Rows] | None = None, train_split: str = ""
-) -> Rows:
+def load_rows(spec: TaskSpec, split: str, own: Mapping[str, Rows] | None = None) -> Rows:
     """Return the rows ``spec`` trains on or is evaluated on.
 
     Args:
@@ -52,7 +50,6 @@ def load_rows(
         split: ``train`` or ``eval``.
         own: rows by split instead of ``spec.dataset``; the split "" holds rows that name none: they are
             trained on, and are enough for the split ``train``.
-        train_split: instead of ``spec.split``.
 
     Raises:
         DataError: missing, empty or malformed data, no row of this task or split.
@@ -61,9 +58,9 @@ def load_rows(
     if split not in ("train", "eval"):
         raise ConfigError(f"load_rows: split must be 'train' or 'eval', got {split!r}")
     if split == "train":
-        return _read_and_split(spec, own, train_split)[0]
+        return _read_and_split(spec, own, spec.split)[0]
     if not (spec.eval_dataset or spec.evaluation_only):
-        return _split_rows(spec, _own_or_read(spec, own), train_split or spec.split)[1]
+        return _split_rows(spec, _own_or_read(spec, own), spec.split)[1]
     splits = _read(spec, spec.eval_dataset) if spec.eval_dataset else _own_or_read(spec, own)
     named = spec.eval_split or next((s for s in EVAL_SPLITS if splits.get(s)), "")
     if named or len(splits) == 1:
@@ -76,7 +73,8 @@ def load_both(
 ) -> tuple[Rows, Rows]:
     """Return the rows ``spec`` trains on, none with ``evaluation_only``, and those it is evaluated on.
 
-    Data that has both is read once. Arguments and errors: see ``load_rows``.
+    Data that has both is read once. ``train_split``: instead of ``spec.split``. Further arguments and errors:
+    see ``load_rows``.
     """
     if spec.evaluation_only:
         return (), load_rows(spec, "eval", own)

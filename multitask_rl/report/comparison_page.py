@@ -18,7 +18,7 @@ from multitask_rl.report.differences import are_alike
 from multitask_rl.report.samples import clipped, deflated
 from multitask_rl.report.shell import render_shell, rounded
 from multitask_rl.statistics.seeds import mean_of_arm
-from multitask_rl.tracking.jsonl import load_line
+from multitask_rl.tracking.jsonl import whole_records
 from multitask_rl.tracking.reading import Evaluation, RunRecord
 from multitask_rl.tracking.spending import COSTS, Spending
 
@@ -255,11 +255,7 @@ def _side_by_side(runs: Sequence[Sequence[RunRecord]]) -> dict[str, Any]:
 def _line(path: Path, offset: int, length: int) -> dict[str, Any]:
     with path.open("rb") as stream:
         stream.seek(offset)
-        try:
-            line = load_line(stream.read(length))
-        except (ValueError, RecursionError):
-            line = {}
-    return line if isinstance(line, dict) else {}
+        return next(whole_records([stream.read(length)]), {})
 
 
 def _answer(line: Mapping[str, Any]) -> dict[str, Any]:
