@@ -146,12 +146,9 @@ def _overrides(
         if equals and "." in name and name.lstrip("+").replace(".", "_").isidentifier():
             # hydra needs no space behind the colon of {key:value}, YAML does
             spaced = re.sub(r"([{,]\s*\w+):(?=\S)", r"\1: ", text) if text.startswith("{") else text
-            known = "$" not in text
-            yield (
-                _present(name),
-                text,
-                dict(_flat({name: read_value(spaced, f"{file}: {name}")})) if known else None,
-            )
+            is_known = "$" not in text
+            values = dict(_flat({name: read_value(spaced, f"{file}: {name}")})) if is_known else None
+            yield _present(name), text, values
 
 
 def tasks(c: Conversion) -> None:

@@ -74,9 +74,8 @@ def spread_of(layers: Sequence[Values], profile: Sequence[Values]) -> Spread:
     Satterthwaite, Biometrics Bulletin 2, 1946.
     """
     seeds, noise = [], 0.0
-    for (
-        layer
-    ) in layers:  # a page calls this ten thousand times: sums take half the time of np.mean and np.var
+    for layer in layers:
+        # a page calls this ten thousand times: sums take half the time of np.mean and np.var
         num_seeds, num_prompts = layer.shape
         of_seeds, of_prompts = layer.sum(1) / num_prompts, layer.sum(0) / num_seeds
         rest = (layer - of_seeds[:, None] - of_prompts + of_seeds.sum() / num_seeds).ravel()
