@@ -24,6 +24,8 @@ from multitask_rl.config.schema.ranges import (
 
 T = TypeVar("T")
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages."""
 FLAGGED = "flagged"
 """Finish reason of a response that a streaming constraint ended."""
 

@@ -15,11 +15,11 @@ from multitask_rl.config.task import TaskSpec
 from multitask_rl.data.readers import GeneratedRows, ReportedRows, Row, Rows
 from multitask_rl.data.rows import fingerprint, row_id
 from multitask_rl.errors import ConfigError, DataError
+from multitask_rl.records import ROLES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
@@ -406,11 +406,11 @@ def _messages(spec: TaskSpec, row: Row) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(m, dict) and "content" in m for m in value):
         return []
     if any(isinstance(message["content"], list) for message in value):
-        return [{**message, "content": _joined(message["content"])} for message in value]
+        return [{**message, "content": joined(message["content"])} for message in value]
     return value
 
 
-def _joined(content: Any) -> Any:
+def joined(content: Any) -> Any:
     """Return content in parts of text, as OpenAI writes it, as one text; any other content as it is."""
     if not isinstance(content, list):
         return content
@@ -441,14 +441,14 @@ def _check_messages(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, An
                 f"{spec.where}: the content of message {index + 1} of row {row_id(row)!r} is "
                 f"{_cut(repr(content))}; expected a text: the actor reads nothing else"
             )
-        if role in _ROLES:
+        if role in ROLES:
             continue
         word = str(role).lower()
-        hint = suggest(_OTHER_ROLES.get(word, word), _ROLES)
+        hint = suggest(_OTHER_ROLES.get(word, word), ROLES)
         if hint or not isinstance(role, str) or not role:  # else a role of the template's own
             raise DataError(
                 f"{spec.where}: message {index + 1} of row {row_id(row)!r} has the role {role!r}{hint} "
-                f"(known: {', '.join(_ROLES)})"
+                f"(known: {', '.join(ROLES)})"
             )
 
 

@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of messages."""
 Message = Mapping[str, Any]
-"""``role`` (one of ``ROLES``) and ``content``, a text; further keys are for the
+"""``role`` (one of ``records.ROLES``) and ``content``, a text; further keys are for the
 chat template (``name``, ``tool_call_id``)."""
 
 Earned = float | Mapping[str, float] | None

@@ -24,10 +24,12 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 from multitask_rl.boundary.posting import bypass_proxies
-from multitask_rl.environments.base import ROLES, Earned, Message, Opening, StepResult, World
+from multitask_rl.data.render import joined
+from multitask_rl.environments.base import Earned, Message, Opening, StepResult, World
 from multitask_rl.environments.calls import read_calls
 from multitask_rl.errors import PluginError
 from multitask_rl.plugins import ENVIRONMENTS, locate
+from multitask_rl.records import ROLES
 
 MODEL = "actor"
 """Name of the model at the address; any other name in a request means the same."""
@@ -455,12 +457,9 @@ def _has_function(value: Any) -> bool:
 
 def _text(content: Any) -> str:
     """Return a message's content as one text."""
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(str(part) for part in parts)
-    elif content is None or isinstance(content, str):
-        return content or ""
+    text = joined(content)
+    if text is None or isinstance(text, str):
+        return text or ""
     raise RefusedError(400, "the content of a message has to be text: the actor reads nothing else")
 
 

@@ -26,10 +26,10 @@ from typing import Any
 
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.environments.adapt import WorldSpec
-from multitask_rl.environments.base import ROLES, Earned, Opening, StepResult, World
+from multitask_rl.environments.base import Earned, Opening, StepResult, World
 from multitask_rl.environments.calls import CALL_FACTS
 from multitask_rl.errors import DataError, MultitaskRLError, PluginError, described
-from multitask_rl.records import Failure, FailureKind
+from multitask_rl.records import ROLES, Failure, FailureKind
 from multitask_rl.scoring.results import place_of
 from multitask_rl.scoring.worker import PR_SET_PDEATHSIG, enter
 
