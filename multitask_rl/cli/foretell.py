@@ -11,19 +11,17 @@ import torch
 from multitask_rl.boundary.printable import counted, duration
 from multitask_rl.config.devices import count_cuda_devices
 from multitask_rl.config.run import RunConfig
+from multitask_rl.models.tokens import load_tokenizer
 from multitask_rl.run import estimate
 from multitask_rl.run.plan import plan_run
 
 
 def foretell(config: RunConfig) -> bool:
     """Print what a run of ``config`` will need; whether memory and disk have room for it."""
-    from transformers import AutoTokenizer
-
     with tempfile.TemporaryDirectory(prefix="multitask_rl_doctor_") as folder:
         plan = plan_run(replace(config, output_dir=folder))
     shape = estimate.read_shape(config.model)
-    trust = config.model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(config.model.name_or_path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(config.model.name_or_path, trust_remote_code=config.model.trust_remote_code)
     work = estimate.step_workload(plan, tokenizer)
     device = plan.devices.get("actor", "") or ("cuda" if count_cuda_devices() else "cpu")
     print(plan.describe())

@@ -37,6 +37,7 @@ from multitask_rl.models.lora import (
     save_base,
 )
 from multitask_rl.models.rope import check_positions, context_length, scale_rope
+from multitask_rl.models.tokens import load_tokenizer
 from multitask_rl.models.weights import WeightParts, WeightStream, cut_buckets
 
 if TYPE_CHECKING:
@@ -202,10 +203,7 @@ class Actor:
         """
         if self.config.lora.rank > 0:  # without control tokens
             return
-        from transformers import AutoTokenizer
-
-        trust = self.config.trust_remote_code
-        saved = control_ids(AutoTokenizer.from_pretrained(directory, trust_remote_code=trust))
+        saved = control_ids(load_tokenizer(directory, trust_remote_code=self.config.trust_remote_code))
         own = dict(zip(_control_names(len(saved)), self.add_control_tokens(len(saved)), strict=True))
         if own != saved:
             raise CheckpointError(
@@ -511,7 +509,7 @@ def read_settings(
     Raises:
         ConfigError: there is no such model or tokenizer.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     # its progress bars would break the run's own progress lines
@@ -532,7 +530,7 @@ def read_settings(
     with _load_errors(name):
         *adapters, base = models_below(name)
         with_words = (own for own in adapters if (Path(own) / "tokenizer_config.json").is_file())
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(next(with_words, base), **trust)
+        tokenizer = tokenizer or load_tokenizer(next(with_words, base), **trust)
         return tokenizer, AutoConfig.from_pretrained(base, **trust)
 
 
@@ -663,7 +661,7 @@ def make_actor(
         ConfigError: no causal language model, no tokenizer, or a configuration that the model was not built
             from.
     """
-    from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # as in ``load_actor``
@@ -697,9 +695,8 @@ def make_actor(
     check_positions(model)
     config = replace(config or ModelConfig(), name_or_path=model.name_or_path)
     if tokenizer is None:
-        trust = config.trust_remote_code
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.name_or_path, trust_remote_code=trust)
+            tokenizer = load_tokenizer(config.name_or_path, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             problem = f"no tokenizer comes with the model ({config.name_or_path!r}); give tokenizer=..."
             raise ConfigError(problem) from error

@@ -5,7 +5,6 @@ A model is loaded once per (name, device, dtype). All plugins that name it share
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import threading
@@ -17,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from multitask_rl.config.schema.ranges import Count, Natural, OneOf, Settings
 from multitask_rl.errors import ConfigError, UnavailableError, require_extra
+from multitask_rl.models.tokens import load_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -250,7 +250,7 @@ def _load(auto_class: str, model_name: str, device: torch.device, dtype: str, pl
         full = "float32" if device.type == "cpu" else "bfloat16"
     torch_dtype = "auto" if full == "auto" else getattr(torch, full)
     try:
-        tokenizer = _load_tokenizer(model_name)
+        tokenizer = load_tokenizer(model_name)
         model, report = loader(model_name, config=config, dtype=torch_dtype, output_loading_info=True)
     except (OSError, ValueError) as error:
         # files of weights that are absent, or files of another kind of model
@@ -291,22 +291,6 @@ def _quantize(model: Any, dtype: str, plugin: str) -> None:
         raise ConfigError(
             f"{plugin}: torchao cannot keep {type(model).__name__} in {dtype}: {error}; set dtype: auto"
         ) from error
-
-
-def _load_tokenizer(model_name: str) -> Any:
-    """Load the saved tokenizer.
-
-    Trap: for a directory with, say, a qwen2 ``config.json``, ``AutoTokenizer`` ignores
-    ``tokenizer_config.json``: it returns ``Qwen2Tokenizer`` and replaces the saved pre-tokenizer.
-    """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    saved = Path(model_name) / "tokenizer_config.json"
-    if saved.is_file() and (Path(model_name) / "tokenizer.json").is_file():
-        name = json.loads(saved.read_text(encoding="utf-8")).get("tokenizer_class")
-        if name in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            return PreTrainedTokenizerFast.from_pretrained(model_name)
-    return AutoTokenizer.from_pretrained(model_name)
 
 
 def remove_special_tokens(text: str, specials: Sequence[str]) -> str:
