@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from multitask_rl.boundary.printable import aligned, counted, one_line, printable
+from multitask_rl.boundary.printable import aligned, counted, one_line, printable, shown_path
 from multitask_rl.config.editor_schemas import run_schema, tasks_schema
 from multitask_rl.config.run import EvalConfig, ScoringConfig
 from multitask_rl.config.schema.build import build_dataclass
@@ -122,8 +122,7 @@ def _check(
     config = build_dataclass(algorithm.Config, spec.algorithm_config, keys)
     check_learnable(spec, algorithm(config), spec.group_size)
     warnings += [f"{where}: {text}" for text in learnable_warnings(spec, algorithm(config))]
-    needs: set[str] = set()
-    parameters: set[str] = set()
+    needs, parameters = dict[str, str](), dict[str, str]()
     traits: dict[str, PluginTraits] = {}
     rewards = [("reward", i, r.plugin, r.config) for i, r in enumerate(spec.rewards)]
     constraints = [
@@ -132,8 +131,8 @@ def _check(
     for kind, index, plugin, config in rewards + constraints:
         place = f"{where}.{kind}s[{index}]"
         source = find_plugin(kind, plugin, place)
-        parameters |= set(source.check(config))
-        needs |= set(source.traits.needs)
+        parameters |= dict.fromkeys(source.check(config), f"{kind} {shown_path(plugin)!r}")
+        needs |= dict.fromkeys(source.traits.needs, f"{kind} {shown_path(plugin)!r}")
         is_trained = kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only
         has_range = kind == "reward" and spec.rewards[index].range is not None
         if is_trained and not has_range and not math.isfinite(source.traits.high - source.traits.low):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from multitask_rl.config.checks import parse_template
@@ -20,6 +21,7 @@ from multitask_rl.records import ROLES
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_NONE: Mapping[str, str] = MappingProxyType({})
 _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
@@ -480,8 +482,8 @@ def check_split(
     train: Rows,
     held_out: Rows,
     *,
-    needs: Collection[str] = (),
-    parameters: Collection[str] = (),
+    needs: Mapping[str, str] = _NONE,
+    parameters: Mapping[str, str] = _NONE,
 ) -> str:
     """Check training rows and held-out rows with ``check_rows``, and compare them.
 
@@ -547,15 +549,15 @@ def _shared_prompts(
 
 
 def check_rows(
-    spec: TaskSpec, rows: Rows, *, needs: Collection[str] = (), parameters: Collection[str] = ()
+    spec: TaskSpec, rows: Rows, *, needs: Mapping[str, str] = _NONE, parameters: Mapping[str, str] = _NONE
 ) -> list[int]:
     """Check that every row has the columns that are read from it, before a model loads.
 
     Args:
         spec: the task; the columns of its prompt template must hold something.
         rows: its rows; of a generator only four are checked: all have the same columns.
-        needs: further columns that must hold something.
-        parameters: columns that may be null.
+        needs: further columns that must hold something, with what reads each ("reward 'f1'").
+        parameters: columns that may be null, likewise.
 
     Returns:
         The hash of each checked row's prompt.
@@ -590,7 +592,8 @@ def check_rows(
                 column = next((c for c in row if c not in known and isinstance(row[c], str)), next(iter(row)))
                 hint = f"; name the column of the prompts in the task, such as prompt: '{{{column}}}'"
             readers = {"the prompt": prompted, "the answer": answered, "tools_column": {spec.tools_column}}
-            readers |= {"a reward, constraint or environment": {*needs, *parameters}}
+            for column, reader in [*needs.items(), *parameters.items()]:
+                readers.setdefault(f"the {reader}", set()).add(column)
             reading = [name for name, own in readers.items() if missing & own]
             keys = {"the prompt": ".prompt", "the answer": ".answer", "tools_column": ".tools_column"}
             key = keys.get(reading[0], "") if len(reading) == 1 else ""

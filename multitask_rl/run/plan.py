@@ -12,7 +12,7 @@ from pathlib import Path
 from multitask_rl.algorithms.anchor import measures_kl
 from multitask_rl.algorithms.base import Algorithm
 from multitask_rl.algorithms.grpo import GRPOConfig
-from multitask_rl.boundary.printable import counted
+from multitask_rl.boundary.printable import counted, shown_path
 from multitask_rl.config.checks import FOREIGN_PREFIXES, FUNCTION_PREFIXES, check_entry_point
 from multitask_rl.config.devices import resolve_devices, spans_machines
 from multitask_rl.config.run import RunConfig
@@ -274,20 +274,21 @@ def load_task_rows(
     return rows
 
 
-def _columns_read(spec: TaskSpec) -> tuple[set[str], set[str]]:
+def _columns_read(spec: TaskSpec) -> tuple[dict[str, str], dict[str, str]]:
     """Return the columns that the plugins read: those that must hold something, those that may be null.
 
+    Each has the plugin that reads it.
     Data sets and metrics of other libraries may be slow to build; they name a missing column when they score.
     """
-    needs, parameters = set[str](), set[str]()
+    needs, parameters = dict[str, str](), dict[str, str]()
     named = [("reward", r.plugin, r.config) for r in spec.rewards]
     named += [("constraint", c.plugin, c.config) for c in spec.judged]
     for kind, reference, config in named:
         prefix = reference.partition(":")[0]
         if prefix not in FOREIGN_PREFIXES or prefix in FUNCTION_PREFIXES:
             source = find_plugin(kind, reference, f"{spec.where}.{kind}s")
-            needs.update(source.traits.needs)
-            parameters.update(source.check(config))
+            needs |= dict.fromkeys(source.traits.needs, f"{kind} {shown_path(reference)!r}")
+            parameters |= dict.fromkeys(source.check(config), f"{kind} {shown_path(reference)!r}")
     return needs, parameters
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from multitask_rl.boundary.printable import counted, shown_path
+from multitask_rl.boundary.printable import counted
 from multitask_rl.config.schema.build import check_keys
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.contracts import PluginTraits
@@ -114,7 +114,7 @@ class FunctionPlugin:
         if foreign := foreign_parameter([p.name for p in parameters]):
             raise PluginError(
                 f"{what}: the parameter {foreign!r} belongs to another library's reward functions; write the "
-                f"plugin as '{FOREIGN_PARAMETERS[foreign]}{shown_path(reference)}' and it is used unchanged"
+                f"plugin as '{FOREIGN_PARAMETERS[foreign]}{reference}' and it is used unchanged"
             )
         # without a parameter of that name, the response is the first that nothing else fills
         first = next((p for p in named if p.name not in {"prompt", "prompts", *config}), None)

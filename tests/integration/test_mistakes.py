@@ -227,10 +227,10 @@ MISTAKES = {
         },
         ["tasks.copy.environment", "expected a StepResult of multitask_rl.environments.base"],
     ),
-    "a reward of TRL without its prefix": (
+    "a reward of TRL without its prefix": (  # the path is whole: one in a tasks file begins at the file
         VALIDATE,
         reward("def score(completions, **columns):\n    return [1.0] * len(completions)\n"),
-        ["rewards[0]", "write the plugin as 'trl:own.py:score'"],
+        ["rewards[0]", "write the plugin as 'trl:/", "/own.py:score'"],
     ),
     "a row that is no JSON": (
         VALIDATE,

@@ -201,7 +201,7 @@ def test_validate_counts_rows_and_reads_overrides(here: Path, capsys: pytest.Cap
         ("tasks.math.rewards=['grade.py:trl']", ["rewards[0]", "as 'trl:/", "/grade.py:trl' and"]),
         (
             "tasks.math.rewards=['grade.py:absent']",
-            ["row '", "lacks absent, read by a reward, ", "rows lack absent: fill", "parameter a default"],
+            ["lacks absent, read by the reward 'grade.py:absent' (", "rows lack absent: fill", "a default"],
         ),
         ("tasks.math.rewards=['trl:grade.py:absent_too']", ["tasks.math: row '", "lacks absent,"]),
     ],

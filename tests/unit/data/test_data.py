@@ -399,16 +399,18 @@ def test_an_empty_cell_of_a_table_is_null() -> None:
     """Rows of a pandas table have NaN there."""
     for row in ({"prompt": float("nan"), "reference": "1"}, {"prompt": "a", "reference": float("nan")}):
         with pytest.raises(DataError, match=r"lacks (prompt|reference), .*null there: (prompt|reference)"):
-            check_rows(spec("x.jsonl"), [row], needs=["reference"])
-    check_rows(spec("x.jsonl"), [{"prompt": "a", "reference": 1.5}], needs=["reference"])
+            check_rows(spec("x.jsonl"), [row], needs={"reference": "reward 'f1'"})
+    check_rows(spec("x.jsonl"), [{"prompt": "a", "reference": 1.5}], needs={"reference": "reward 'f1'"})
 
 
 def test_a_missing_column_of_a_reward_is_named_where_it_is_read() -> None:
     with pytest.raises(DataError, match=r"lacks labels\.gold, .* name a column of the row") as caught:
-        check_rows(spec("x.jsonl"), [{"prompt": "a", "labels": {"gold": 1}}], needs=["labels.gold"])
+        check_rows(
+            spec("x.jsonl"), [{"prompt": "a", "labels": {"gold": 1}}], needs={"labels.gold": "reward 'f1'"}
+        )
     assert "{{" not in str(caught.value)
     with pytest.raises(DataError, match=r"config: \{reference_column: answer\}"):
-        check_rows(spec("x.jsonl"), [{"prompt": "a", "answer": "1"}], needs=["reference"])
+        check_rows(spec("x.jsonl"), [{"prompt": "a", "answer": "1"}], needs={"reference": "reward 'f1'"})
 
 
 def test_the_tasks_system_message_replaces_that_of_the_rows() -> None:
