@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from multitask_rl.records import Event, SamplingParams
 
 if TYPE_CHECKING:
@@ -244,5 +242,7 @@ def most_tokens(request: GenerationRequest) -> int:
 
 def push_weights(engine: RolloutEngine, actor: Actor) -> None:
     """Give ``engine`` the present weights of ``actor``."""
+    import torch  # not at the top: plugins are listed without it
+
     torch.clear_autocast_cache()  # a thread that samples ahead leaves its casts of the weights there
     engine.update_weights({} if engine.shares_weights else actor.state_dict(), actor.policy_version)

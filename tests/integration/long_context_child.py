@@ -55,7 +55,7 @@ def write_rows(file: Path, number: int) -> None:
 
     lines = []
     for i in range(number):
-        pairs = [(name(), name()) for _ in range(TOKENS // 79)]
+        pairs = [(name(), name()) for _ in range(TOKENS // 82)]
         key, value = rng.choice(pairs)
         data = "{" + ",\n ".join(f'"{k}": "{v}"' for k, v in pairs) + "}"
         prompt = f'Extract the value of the key.\n\nJSON data:\n{data}\n\nKey: "{key}"\nvalue:'

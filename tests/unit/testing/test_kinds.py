@@ -266,7 +266,7 @@ class NeedsMore(Talks):
         ("Talks", "", ""),
         ("Shares", "episodes at once do not disturb each other", "state belongs in self"),
         ("Breaks", "answers hostile texts and calls", "for: broken text"),
-        ("Forgets", "answers hostile texts and calls", "returned None; expected a StepResult, for: all"),
+        ("Forgets", "answers hostile texts and calls", "returned None; expected a StepResult of "),
         ("Leaves", "answers hostile texts and calls", "ended with code 3"),
         ("Hangs", "its worlds close in time", "hangs"),
         ("NeedsMore", "begins an episode on a row", "infra failure"),
