@@ -229,7 +229,7 @@ MISTAKES = {
     ),
     "a reward of TRL without its prefix": (  # the path is whole: one in a tasks file begins at the file
         VALIDATE,
-        reward("def score(completions, **columns):\n    return [1.0] * len(completions)\n"),
+        reward("def score(completions, **rows):\n    return [1.0] * len(completions)\n"),
         ["rewards[0]", "write the plugin as 'trl:/", "/own.py:score'"],
     ),
     "a row that is no JSON": (
