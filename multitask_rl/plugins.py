@@ -21,7 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -380,7 +380,14 @@ class _PluginFiles(importlib.abc.MetaPathFinder):
         place = fullname.removeprefix(_PRIVATE).partition("_")[2]
         file = Path(os.fsdecode(base64.urlsafe_b64decode(place)))
         _append_path(file.parent)  # the file may import its neighbours
-        return importlib.util.spec_from_file_location(fullname, file)
+        return importlib.util.spec_from_file_location(fullname, file, loader=_Source(fullname, str(file)))
+
+
+class _Source(SourceFileLoader):
+    """Compiles the file each time: kept bytecode is told from an edit by seconds and size alone."""
+
+    def path_stats(self, path: str) -> Any:  # what Python asks before it reads or writes bytecode
+        raise OSError
 
 
 sys.meta_path.append(_PluginFiles())

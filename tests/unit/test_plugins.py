@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import subprocess
@@ -233,3 +234,15 @@ def test_an_unknown_plugin_is_told_by_its_kind(group):
     kind = re.sub(r"(?<=box)es$|s$", "", group.rpartition(".")[2]).replace("_", " ")
     with pytest.raises(PluginError, match=rf"unknown {kind} 'nosuch'"):
         load_plugin(group, "nosuch")
+
+
+def test_a_file_edited_within_a_second_to_the_same_size_is_read_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    found = []
+    for number in (1, 2):
+        (tmp_path / "own.py").write_text(f"def score(response):\n    return {number}.0\n")
+        os.utime(tmp_path / "own.py", (1e9, 1e9))
+        found.append(load_plugin(REWARDS, f"{tmp_path}/own.py:score")("a"))
+    assert found == [1.0, 2.0]
