@@ -55,7 +55,7 @@ docs: .venv/.installed-demo
 	$(BIN)/python docs/write_configuration.py
 
 notebooks: .venv/.installed-notebooks
-	PYTHONPATH=.venv/notebooks $(TEST_ENV) $(BIN)/python docs/write_notebooks.py
+	PYTHONPATH=$(CURDIR)/.venv/notebooks $(TEST_ENV) $(BIN)/python docs/write_notebooks.py
 
 site: .venv/.installed-site
 	PYTHONPATH=.venv/site $(BIN)/python -m mkdocs build --strict

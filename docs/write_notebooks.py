@@ -16,7 +16,9 @@ import nbformat
 from nbclient import NotebookClient
 
 NOTEBOOKS = Path(__file__).parents[1] / "examples" / "notebooks"
-TIMES = re.compile(r"  \S+ gone  \S+ left|^.*\ba step [\d.]+ s:.*\n(?:<span [^>]*>loss .*\n)?", re.MULTILINE)
+TIMES = re.compile(
+    r"  \S+ gone  \S+ left|^.*\ba step [\d.]+ s:.*\n(?:<span [^>]*>(?:updates/s; )?loss .*\n)?", re.MULTILINE
+)
 """In the view of a run: the time gone and left, and the line on where the time of a step goes."""
 
 

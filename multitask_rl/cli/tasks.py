@@ -131,8 +131,9 @@ def _check(
     for kind, index, plugin, config in rewards + constraints:
         place = f"{where}.{kind}s[{index}]"
         source = find_plugin(kind, plugin, place)
-        parameters |= dict.fromkeys(source.check(config), f"{kind} {shown_path(plugin)!r}")
-        needs |= dict.fromkeys(source.traits.needs, f"{kind} {shown_path(plugin)!r}")
+        reader = f"{kind} {shown_path(plugin)!r}"
+        parameters |= dict.fromkeys(source.check(config), reader)
+        needs |= dict.fromkeys(source.traits.needs, reader)
         is_trained = kind == "reward" and spec.rewards[index].weight and not spec.evaluation_only
         has_range = kind == "reward" and spec.rewards[index].range is not None
         if is_trained and not has_range and not math.isfinite(source.traits.high - source.traits.low):

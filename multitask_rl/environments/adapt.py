@@ -159,7 +159,8 @@ class _MessageWorld(AuthorWorld):
             said = self._run(self._environment.reset, row)
         except KeyError as error:
             if error.args and isinstance(name := error.args[0], str) and name not in row:
-                raise DataError(f"reset(row) needs a row with {name!r}, it has: {', '.join(row)}") from error
+                has = ", ".join(row) or "no column"
+                raise DataError(f"reset(row) needs a row with {name!r}, it has: {has}") from error
             raise
         if not isinstance(said, str | Sequence | None):
             raise TypeError(f"reset(row) returned {said!r}; expected messages, a text or None")

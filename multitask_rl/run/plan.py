@@ -275,9 +275,8 @@ def load_task_rows(
 
 
 def _columns_read(spec: TaskSpec) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the columns that the plugins read: those that must hold something, those that may be null.
+    """Return what reads each column: of those that must hold something, of those that may be null.
 
-    Each has the plugin that reads it.
     Data sets and metrics of other libraries may be slow to build; they name a missing column when they score.
     """
     needs, parameters = dict[str, str](), dict[str, str]()
@@ -287,8 +286,9 @@ def _columns_read(spec: TaskSpec) -> tuple[dict[str, str], dict[str, str]]:
         prefix = reference.partition(":")[0]
         if prefix not in FOREIGN_PREFIXES or prefix in FUNCTION_PREFIXES:
             source = find_plugin(kind, reference, f"{spec.where}.{kind}s")
-            needs |= dict.fromkeys(source.traits.needs, f"{kind} {shown_path(reference)!r}")
-            parameters |= dict.fromkeys(source.check(config), f"{kind} {shown_path(reference)!r}")
+            reader = f"{kind} {shown_path(reference)!r}"
+            needs |= dict.fromkeys(source.traits.needs, reader)
+            parameters |= dict.fromkeys(source.check(config), reader)
     return needs, parameters
 
 

@@ -122,8 +122,9 @@ class ExperienceSource:
         # All threads share autocast's cache of cast weights; the end of an outermost autocast drops it. In
         # another thread's forward pass this moves the rounding of gradients: a weight is cast twice. So this
         # thread counts as inside of an autocast all the time.
-        within: Any = {"thread_name_prefix": "rollout", "initializer": torch.autocast_increment_nesting}
-        self._executor = ThreadPoolExecutor(1, **within) if self._lag > 0 else None
+        self._executor = (
+            ThreadPoolExecutor(1, "rollout", torch.autocast_increment_nesting) if self._lag > 0 else None
+        )
         self._is_stopping = threading.Event()
         """Set while the batches under way are dropped: their sampling ends at its next decode step."""
         if self._executor is not None:
