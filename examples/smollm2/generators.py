@@ -1,4 +1,4 @@
-"""Rows made by a program: instructions that the reward ``ifeval`` checks, and facts to extract as JSON.
+"""Rows made by a program: instructions for the reward ``ifeval``, facts to extract as JSON, worked sums.
 
 The instructions are of IFEval's kinds (arXiv:2311.07911) in words of our own: no prompt of IFEval is made.
 Rows of different splits are different prompts.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations, permutations
 from typing import Any
 
 from multitask_rl.seeding import random_stream
@@ -65,6 +67,52 @@ def extraction_rows(seed: int, split: str, number: int) -> list[Row]:
     gives 1 for the right values only.
     """
     return _distinct(_extraction_row, seed, "extraction", split, number)
+
+
+def worked_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return the training rows of word problems whose sum ``worked_sum`` finds, with it as ``answer``.
+
+    They keep their ``id``, by which a tenth is held out: the same tenth as of ``rows`` themselves.
+    """
+    train = [row for row in rows if row["split"] == "train"]
+    found = [{**row, "answer": worked_sum(row["prompt"], row["reference"])} for row in train]
+    return [row for row in found if row["answer"]]
+
+
+def worked_sum(problem: str, result: str) -> str:
+    """Return the calculation that leads from the numbers of ``problem`` to ``result``, or "".
+
+    With two numbers it has one operation, ``7 + 2 = 9``; with three it uses two of them or all,
+    ``7 + 2 = 9, 9 * 3 = 27``. Several possible calculations with one operation are none: which one is meant
+    is not known. Of several with two, most are one sum in different orders; the first is taken.
+    """
+    texts = re.findall(r"[\d.,]*\d", problem)
+    if not 2 <= len(texts) <= 3 or not all(text.isdigit() for text in (*texts, result)):
+        return ""
+    numbers, wanted = [int(text) for text in texts], int(result)
+    single = {text for pair in combinations(numbers, 2) for text, value in _sums(*pair) if value == wanted}
+    if single or len(numbers) == 2:
+        return single.pop() if len(single) == 1 else ""
+    return next(
+        (
+            f"{first}, {second}"
+            for one, other, third in permutations(numbers)
+            for first, value in _sums(one, other)
+            for second, last in _sums(value, third)
+            if last == wanted
+        ),
+        "",
+    )
+
+
+def _sums(one: int, other: int) -> Iterator[tuple[str, int]]:
+    """Yield each calculation with both numbers whose result is a whole number from 0 on, and the result."""
+    larger, smaller = max(one, other), min(one, other)
+    yield f"{one} + {other} = {one + other}", one + other
+    yield f"{larger} - {smaller} = {larger - smaller}", larger - smaller
+    yield f"{one} * {other} = {one * other}", one * other
+    if smaller and larger % smaller == 0:
+        yield f"{larger} / {smaller} = {larger // smaller}", larger // smaller
 
 
 def _distinct(

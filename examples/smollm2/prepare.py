@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 import yaml
-from generators import extraction_rows, instruction_rows
+from generators import extraction_rows, instruction_rows, worked_rows
 from model import find_model
 
 from multitask_rl.errors import ConfigError, MultitaskRLError
@@ -47,6 +47,8 @@ class Prepared:
     directory: Path
     actor: Path
     tasks_file: Path
+    warm_start: Path
+    """The tasks file of what the model is shown first; not there if the task ``math`` is left out."""
     tests: Mapping[str, Any]
     """Overrides of the tasks for an evaluation on the splits ``test``."""
     figures: Mapping[str, Mapping[str, Any]]
@@ -74,7 +76,8 @@ def prepare(
     """Write data, judges and the tasks file under ``directory``.
 
     Args:
-        directory: becomes ``data/``, ``reward_model/``, ``safety_classifier/``, ``tasks.yaml``.
+        directory: becomes ``data/``, ``reward_model/``, ``safety_classifier/``, ``tasks.yaml`` and
+            ``warm_start.yaml``.
         seed: of the generated rows.
         cache_dir: where models are kept for the next call.
         model: directory of a chat model; None = SmolLM2-135M-Instruct.
@@ -113,11 +116,17 @@ def prepare(
     tasks_file = directory / "tasks.yaml"
     whole = text.substitute(directory=directory.as_posix())
     tasks_file.write_text(whole if not left_out else yaml.safe_dump({"tasks": tasks}, sort_keys=False))
+    warm_start = directory / "warm_start.yaml"
+    warm_start.unlink(missing_ok=True)
+    if "math" in tasks:
+        shown = Template((HERE / warm_start.name).read_text(encoding="utf-8"))
+        warm_start.write_text(shown.substitute(directory=directory.as_posix()), encoding="utf-8")
     figures = _make_judges(directory, actor, cache_dir, template, effort, [*tasks])
     return Prepared(
         directory=directory,
         actor=actor,
         tasks_file=tasks_file,
+        warm_start=warm_start,
         tests=tests,
         figures=figures,
         left_out=left_out,
@@ -131,6 +140,7 @@ def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]
         "instructions": lambda: (r for s, n in sizes.items() for r in instruction_rows(seed, s, n)),
         "extraction": lambda: (r for s, n in sizes.items() for r in extraction_rows(seed, s, n)),
         "math": lambda: _of_task(MathEasy, data),
+        "worked": lambda: worked_rows(_of_task(MathEasy, data)),
         "safety": lambda: _of_task(Safety, data),
         "preference": lambda: _of_task(HHPreference, data),
         "ifeval": lambda: _of_task(IFEval, data, ["test"]),

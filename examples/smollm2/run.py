@@ -1,8 +1,9 @@
 """The example on a real chat model (``make real``): SmolLM2-135M-Instruct, five tasks, two CPU cores.
 
-Prepares model, judges and data (``prepare.py``), reads the splits ``test`` once, trains with the settings of
-``configs/experiment/smollm2.yaml`` through the same trainer as ``multitask-rl train``, and reads them once
-more. Every number it prints and writes to ``summary.json`` was measured in this run.
+Prepares model, judges and data (``prepare.py``), reads the splits ``test`` once, shows the model worked sums
+(``configs/experiment/smollm2_warm_start.yaml``), trains it on the five tasks (``smollm2.yaml`` beside it)
+through the same trainer as ``multitask-rl train``, and reads the splits once more. Every number it prints and
+writes to ``summary.json`` was measured in this run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from multitask_rl.models.actor import multiplies_bfloat16
 from multitask_rl.trainer import Trainer
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CONFIG = REPOSITORY / "configs" / "experiment" / "smollm2.yaml"
+EXPERIMENTS = REPOSITORY / "configs" / "experiment"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _configuration(options, prepared)
         before = _evaluate_tests(config, prepared, options.test_prompts)
         mark("test_before")
+        if prepared.warm_start.is_file() and options.warm_start_steps != 0:
+            shown, weights, _ = _train(_warm_start(options, config, prepared))
+            print_table("worked sums, held out", shown.history[0][1], shown.history[-1][1])
+            config = replace(config, model=replace(config.model, name_or_path=str(weights)))
+            mark("warm_start")
         run, weights, exit_code = _train(config)
         mark("train")
         after = _evaluate_tests(
@@ -131,6 +137,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--max-steps", type=int, default=0, help="training steps (default: the configuration's)"
     )
+    parser.add_argument(
+        "--warm-start-steps",
+        type=int,
+        help="of 32 worked sums (default: the configuration's; 0 = no warm start)",
+    )
     parser.add_argument("--prompts-per-step", type=int, default=0, help="(default: the configuration's)")
     parser.add_argument("--eval-prompts", type=int, default=0, help="validation prompts of a task")
     parser.add_argument("--test-prompts", type=int, default=256, help="test prompts of a task (default 256)")
@@ -141,9 +152,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:
-    document, where = load_yaml(CONFIG)
+def _read(experiment: str) -> RunConfig:
+    document, where = load_yaml(EXPERIMENTS / f"{experiment}.yaml")
     config: RunConfig = build_dataclass(RunConfig, document, where)
+    return config
+
+
+def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig:
+    config = _read("smollm2")
     directory = options.directory.resolve()
     is_fast = multiplies_bfloat16("cpu")
     print(f"products in {'bfloat16' if is_fast else 'float32'}: what this CPU has instructions for")
@@ -160,6 +176,21 @@ def _configuration(options: argparse.Namespace, prepared: Prepared) -> RunConfig
         seed=options.seed,
         num_threads=options.threads or config.num_threads,
         max_steps=options.max_steps or config.max_steps,
+    )
+
+
+def _warm_start(options: argparse.Namespace, config: RunConfig, prepared: Prepared) -> RunConfig:
+    """Return the configuration of the warm start before the run of ``config``."""
+    own = _read("smollm2_warm_start")
+    return replace(
+        own,
+        tasks_file=str(prepared.warm_start),
+        model=config.model,
+        eval=replace(own.eval, num_prompts=config.eval.num_prompts),
+        output_dir=str(Path(config.output_dir).with_name("warm_start")),
+        seed=config.seed,
+        num_threads=config.num_threads,
+        max_steps=options.warm_start_steps or own.max_steps,
     )
 
 

@@ -81,7 +81,8 @@ def test_rounding_is_far_below_the_limit_of_a_trial(directory, monkeypatch):
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not DATA.is_dir(), reason=f"real data sets are not at {DATA} (MULTITASK_RL_DATA)")
 def test_two_steps_of_the_whole_example(directory, tmp_path):
-    options = "--effort 0.05 --max-steps 2 --prompts-per-step 5 --eval-prompts 4 --test-prompts 4 --threads 1"
+    short = "--effort 0.05 --warm-start-steps 1 --max-steps 2 --prompts-per-step 5 --threads 1"
+    options = f"{short} --eval-prompts 4 --test-prompts 4"
     places = ["--directory", tmp_path, "--model", directory, "--data", DATA]
     done = subprocess.run(
         [sys.executable, ROOT / "examples/smollm2/run.py", *places, *options.split()],
