@@ -117,7 +117,16 @@ def parts(directory: Path, *, tiny: bool) -> list[Part]:
         "0.05",
     ]
     if tiny:
-        real += ["--prompts-per-step", "8", "--eval-prompts", "6", "--threads", "1"]
+        real += [
+            "--warm-start-steps",
+            "1",
+            "--prompts-per-step",
+            "8",
+            "--eval-prompts",
+            "6",
+            "--threads",
+            "1",
+        ]
     return [
         Part("doctor", 2, [python, "-m", "multitask_rl", "doctor"]),
         Part(

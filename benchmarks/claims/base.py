@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import islice, product
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from multitask_rl.statistics.intervals import Difference, compare_means
@@ -87,7 +88,9 @@ def run_claim(claim: Claim, options: Options, *, arms: Sequence[str], processes:
     done = {(arm.name, seed): _load(claim, arm, seed, options) for arm, seed in jobs}
     waiting = [(arm, seed) for arm, seed in jobs if processes and done[arm.name, seed] is None]
     context, most = get_context("spawn"), claim.runs_per_process
-    with ProcessPoolExecutor(max(1, processes), mp_context=context, max_tasks_per_child=most) as pool:
+    with ProcessPoolExecutor(
+        max(1, processes), context, initializer=_end_with_parent, max_tasks_per_child=most
+    ) as pool:
         left, number, failed = iter(waiting), 0, list[BaseException]()
         under_way: dict[Future[Metrics], tuple[Arm, int]] = {}
         while True:
@@ -208,6 +211,18 @@ def _key(claim: Claim, arm: Arm, options: Options) -> str:
 
 def _file(claim: Claim, arm: Arm, seed: int, options: Options) -> Path:
     return options.directory / claim.name / f"{arm.name}-{_key(claim, arm, options)}" / f"{seed}.json"
+
+
+def _end_with_parent() -> None:
+    """End this process of the pool when the one that made it is killed: its run would go on for minutes."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _load(claim: Claim, arm: Arm, seed: int, options: Options) -> Metrics | None:

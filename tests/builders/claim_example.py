@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
-from claims.base import Arm, Claim, Options, difference
+from claims.base import Arm, Claim, Options, difference, run_claim
 
 
 def _measure(arm: Arm, seed: int, options: Options) -> dict[str, float]:
@@ -26,6 +30,12 @@ def fail_at_1(arm: Arm, seed: int, options: Options) -> dict[str, float]:
     return metrics
 
 
+def _never_end(arm: Arm, seed: int, options: Options) -> dict[str, float]:
+    (options.directory / "pid").write_text(f"{os.getpid()}\n")
+    time.sleep(600)
+    return {}
+
+
 CLAIM = Claim(
     name="example",
     statement="b is better than a",
@@ -35,3 +45,7 @@ CLAIM = Claim(
     render=lambda arms: f"{difference(arms, 'a', 'b', 'level').delta:+.2f}",
     runs_per_process=None,
 )
+
+if __name__ == "__main__":
+    endless = replace(CLAIM, run=_never_end)
+    run_claim(endless, Options(seeds=[0], steps=3, directory=Path(sys.argv[1])), arms=["a"], processes=1)

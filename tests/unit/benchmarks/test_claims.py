@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -69,6 +73,24 @@ def test_a_run_that_fails_ends_the_claim_and_what_was_under_way_is_kept(
     calls = {line.split()[1] for line in (tmp_path / "calls").read_text().splitlines()}
     kept = {file.stem for file in tmp_path.glob("example/*/*.json")}
     assert kept == calls - {"1"} <= {"0", "2"}, "what had not begun does not begin"
+
+
+def test_a_killed_claim_leaves_no_run_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BENCHMARKS), *sys.path])}
+    command = [sys.executable, str(Path(claim_example.__file__)), str(tmp_path)]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            while not (file := tmp_path / "pid").is_file() or not file.read_text().endswith("\n"):
+                assert process.poll() is None
+                time.sleep(0.05)
+            run = psutil.Process(int(file.read_text()))
+        finally:
+            process.kill()
+    try:
+        run.wait(timeout=30)
+    finally:
+        if run.is_running():
+            run.kill()
 
 
 def test_what_did_not_happen_survives_the_file() -> None:

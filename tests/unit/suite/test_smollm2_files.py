@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import operator
+import re
 import sys
 from pathlib import Path
 from string import Template
@@ -11,6 +13,7 @@ import yaml
 
 from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import parse_tasks
+from multitask_rl.data.rows import load_both
 from multitask_rl.errors import UnavailableError
 from multitask_rl_rewards.ifeval import IFEval
 from multitask_rl_rewards.shape import JsonSchema
@@ -68,6 +71,55 @@ def test_only_the_right_values_of_an_extraction_score_one(generators):
         assert {result.value for result in reward.score(right)} == {1.0}
     others = exact.score([rollout(text, **row) for text, row in zip(wrong, rows, strict=True)])
     assert {result.value for result in others} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("problem", "result", "expected"),
+    [
+        ("She has 7 and buys 8 more. How many?", "15", "7 + 8 = 15"),
+        ("A DVD book holds 126 DVDs. There are 81 in it. How many more?", "45", "126 - 81 = 45"),
+        ("20 miles at 4 miles per hour. How long?", "5", "20 / 4 = 5"),
+        ("4 of 15 lawns at 8 dollars each are left. How much?", "88", "15 - 4 = 11, 11 * 8 = 88"),
+        ("9 red, 5 blue, 2 green. How many?", "16", "9 + 5 = 14, 14 + 2 = 16"),
+        (
+            "87 pounds, 9 pounds and 8 pounds. How much heavier is the first than the second?",
+            "78",
+            "87 - 9 = 78",
+        ),
+        ("4 squirrels and 2 nuts. How many more?", "2", ""),  # 4 - 2 or 4 / 2
+        ("9 apples, 12 erasers, 3 friends.", "3", ""),  # 9 / 3 or 12 - 9
+        ("5 miles at 4 miles per hour.", "1.25", ""),
+        ("$5.00 less $4.", "1", ""),
+        ("1,200 and 3", "1203", ""),
+        ("7", "7", ""),
+        ("1 and 2 and 3 and 4", "10", ""),
+        ("2 and 0", "7", ""),
+    ],
+)
+def test_a_worked_sum_is_the_one_calculation_that_leads_to_the_result(generators, problem, result, expected):
+    assert generators.worked_sum(problem, result) == expected
+
+
+def test_worked_rows_are_true_and_hold_out_the_rows_of_their_task(generators, tmp_path):
+    problems = [row | {"task": ""} for row in real_rows("math_easy")]
+    rows = generators.worked_rows(problems)
+    assert len(rows) == 1310
+    for row in rows:
+        steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", row["answer"])
+        signs = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
+        assert all(signs[sign](int(a), int(b)) == int(value) for a, sign, b, value in steps)
+        assert len(steps) == row["answer"].count("=") == 1 or steps[0][3] in steps[1]
+        assert steps[-1][3] == row["reference"]
+    held_out = {}
+    for name, own in (("math", problems), ("worked", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        task = {"dataset": f"{tmp_path}/{name}.jsonl"}
+        task |= {"type": "sft"} if name == "worked" else {"rewards": ["math_answer"]}
+        spec = parse_tasks({"tasks": {name: task}}, "tasks.yaml")[name]
+        train, validation = load_both(spec)
+        held_out[name] = {row["id"] for row in validation}
+        assert not held_out[name] & {row["id"] for row in train}
+    assert held_out["worked"] == held_out["math"] & {row["id"] for row in rows}
 
 
 @pytest.fixture
