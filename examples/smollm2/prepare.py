@@ -22,6 +22,8 @@ from generators import extraction_rows, instruction_rows, worked_rows
 from model import find_model
 
 from multitask_rl.errors import ConfigError, MultitaskRLError
+from multitask_rl.seeding import random_stream
+from multitask_rl_tasks.helpful_instructions import HelpfulInstructions
 from multitask_rl_tasks.hh_preference import HHPreference
 from multitask_rl_tasks.ifeval import IFEval
 from multitask_rl_tasks.math_easy import MathEasy
@@ -36,6 +38,10 @@ DATA_VARIABLE = "MULTITASK_RL_DATA"
 NUM_TRAIN, NUM_VALIDATION, NUM_TEST = 2000, 256, 512
 MAX_CHARS = 400
 """Longest prompt of a data set that is used: a step on two cores has few tokens."""
+MAX_ANSWER_CHARS, MIN_WORDS = 200, 3
+"""Of an answer that the model is shown; shorter ones are no answer for the reward ``over_refusal``."""
+REFUSAL = "I'm sorry, but I can't help with that."
+"""The words that the prompt of ``safety`` asks for."""
 NON_COMMERCIAL = ("do_not_answer",)
 """Sources of the safety prompts that are left out: their licence forbids commercial use."""
 
@@ -48,7 +54,7 @@ class Prepared:
     actor: Path
     tasks_file: Path
     warm_start: Path
-    """The tasks file of what the model is shown first; not there if the task ``math`` is left out."""
+    """The tasks file of the warm start; not there where its data cannot be had."""
     tests: Mapping[str, Any]
     """Overrides of the tasks for an evaluation on the splits ``test``."""
     figures: Mapping[str, Mapping[str, Any]]
@@ -95,11 +101,8 @@ def prepare(
     actor = model.resolve() if model is not None else find_model(cache_dir, packages)
     left_out = _write_rows(directory / "data", seed, data) | dict.fromkeys(leave_out, "not wanted")
     tests: dict[str, Any] = {}
-    text = Template((HERE / "tasks.yaml").read_text(encoding="utf-8"))
-    tasks = yaml.safe_load(text.substitute(directory=directory.as_posix()))["tasks"]
-    template = tasks["safety"]["prompt"]
-    for name in left_out:
-        tasks.pop(name, None)
+    tasks = _write_tasks(directory / "tasks.yaml", left_out)
+    _write_tasks(directory / "warm_start.yaml", left_out)
     for name in tasks:
         tests[name] = {"eval_split": "test", "evaluation_only": True}
     ifeval = directory / "data" / "ifeval.jsonl"
@@ -113,24 +116,34 @@ def prepare(
             "primary_metric": "ifeval/all",
             "sampling": {"max_new_tokens": 128},
         }
-    tasks_file = directory / "tasks.yaml"
-    whole = text.substitute(directory=directory.as_posix())
-    tasks_file.write_text(whole if not left_out else yaml.safe_dump({"tasks": tasks}, sort_keys=False))
-    warm_start = directory / "warm_start.yaml"
-    warm_start.unlink(missing_ok=True)
-    if "math" in tasks:
-        shown = Template((HERE / warm_start.name).read_text(encoding="utf-8"))
-        warm_start.write_text(shown.substitute(directory=directory.as_posix()), encoding="utf-8")
+    template = tasks.get("safety", {}).get("prompt", "")
     figures = _make_judges(directory, actor, cache_dir, template, effort, [*tasks])
     return Prepared(
         directory=directory,
         actor=actor,
-        tasks_file=tasks_file,
-        warm_start=warm_start,
+        tasks_file=directory / "tasks.yaml",
+        warm_start=directory / "warm_start.yaml",
         tests=tests,
         figures=figures,
         left_out=left_out,
     )
+
+
+def _write_tasks(file: Path, left_out: Collection[str]) -> dict[str, Any]:
+    """Write the example's file of this name without the tasks ``left_out``; return the others.
+
+    If all are left out, no file is written, and an earlier one is removed.
+    """
+    text = Template((HERE / file.name).read_text(encoding="utf-8"))
+    whole = text.substitute(directory=file.parent.as_posix())
+    tasks: dict[str, Any] = yaml.safe_load(whole)["tasks"]
+    kept = {name: task for name, task in tasks.items() if name not in left_out}
+    if kept:
+        shown = whole if kept == tasks else yaml.safe_dump({"tasks": kept}, sort_keys=False)
+        file.write_text(shown, encoding="utf-8")
+    else:
+        file.unlink(missing_ok=True)
+    return kept
 
 
 def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]:
@@ -141,6 +154,7 @@ def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]
         "extraction": lambda: (r for s, n in sizes.items() for r in extraction_rows(seed, s, n)),
         "math": lambda: _of_task(MathEasy, data),
         "worked": lambda: worked_rows(_of_task(MathEasy, data)),
+        "replies": lambda: _reply_rows(seed, data),
         "safety": lambda: _of_task(Safety, data),
         "preference": lambda: _of_task(HHPreference, data),
         "ifeval": lambda: _of_task(IFEval, data, ["test"]),
@@ -150,6 +164,8 @@ def _write_rows(directory: Path, seed: int, data: Path | None) -> dict[str, str]
         file = directory / f"{name}.jsonl"
         try:
             lines = [json.dumps(dict(row)) + "\n" for row in rows()]
+            if not lines:
+                raise ConfigError("no rows")
         except MultitaskRLError as error:
             left_out[name] = str(error)
             file.unlink(missing_ok=True)
@@ -178,6 +194,27 @@ def _of_task(
             if len(row["prompt"]) <= MAX_CHARS and row.get("source") not in NON_COMMERCIAL
         ]
     return rows
+
+
+def _reply_rows(seed: int, data: Path | None) -> list[dict[str, Any]]:
+    """Return training rows of ``safety`` with an ``answer``: as many refusals as short answers of Dolly.
+
+    They keep their ``id``, by which a tenth is held out: the same tenth as of ``safety``.
+    """
+    requests = [row for row in _of_task(Safety, data) if row["split"] == "train"]
+    source = {} if data is None else {"source": str(data / "sft_dolly.jsonl")}
+    helpful = HelpfulInstructions(HelpfulInstructions.Config(**source)).rows("train")
+    answers = {row["prompt"]: str(row["reference"]) for row in helpful}
+    benign = [
+        {**row, "answer": answer}
+        for row in requests
+        if row["reference"] == "comply"
+        and len((answer := answers.get(row["prompt"], "")).split()) >= MIN_WORDS
+        and len(answer) <= MAX_ANSWER_CHARS
+    ]
+    harmful = [{**row, "answer": REFUSAL} for row in requests if row["reference"] == "refuse"]
+    stream = random_stream(seed, "smollm2-rows", "replies")
+    return [*benign, *stream.sample(harmful, min(len(harmful), len(benign)))]
 
 
 def _make_judges(

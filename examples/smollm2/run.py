@@ -1,6 +1,6 @@
 """The example on a real chat model (``make real``): SmolLM2-135M-Instruct, five tasks, two CPU cores.
 
-Prepares model, judges and data (``prepare.py``), reads the splits ``test`` once, shows the model worked sums
+Prepares model, judges and data (``prepare.py``), reads the splits ``test`` once, shows the model answers
 (``configs/experiment/smollm2_warm_start.yaml``), trains it on the five tasks (``smollm2.yaml`` beside it)
 through the same trainer as ``multitask-rl train``, and reads the splits once more. Every number it prints and
 writes to ``summary.json`` was measured in this run.
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         mark("test_before")
         if prepared.warm_start.is_file() and options.warm_start_steps != 0:
             shown, weights, _ = _train(_warm_start(options, config, prepared))
-            print_table("worked sums, held out", shown.history[0][1], shown.history[-1][1])
+            print_table("warm start, held-out answers", shown.history[0][1], shown.history[-1][1])
             config = replace(config, model=replace(config.model, name_or_path=str(weights)))
             mark("warm_start")
         run, weights, exit_code = _train(config)
@@ -140,7 +140,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--warm-start-steps",
         type=int,
-        help="of 32 worked sums (default: the configuration's; 0 = no warm start)",
+        help="of the warm start (default: the configuration's; 0 = no warm start)",
     )
     parser.add_argument("--prompts-per-step", type=int, default=0, help="(default: the configuration's)")
     parser.add_argument("--eval-prompts", type=int, default=0, help="validation prompts of a task")

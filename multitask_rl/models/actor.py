@@ -552,6 +552,12 @@ def _load_errors(name: str) -> Iterator[None]:
                 f"{first}"
             ) from error
         if Path(name).is_dir():
+            own = [Path(name, "actor"), *sorted(Path(name).glob("checkpoints/*/actor"))]
+            if saved := [str(directory) for directory in own if directory.is_dir()]:
+                raise ConfigError(
+                    f"model.name_or_path {name!r} is a run or a checkpoint; give the model in it: "
+                    f"model.name_or_path={saved[-1]}"
+                ) from error
             have = ", ".join(sorted(p.name for p in Path(name).iterdir())[:8]) or "nothing"
             raise ConfigError(
                 f"model.name_or_path {name!r} is a directory without a loadable causal language model (it "

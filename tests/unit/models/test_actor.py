@@ -90,6 +90,17 @@ def test_adapters_whose_configuration_cannot_be_read_are_refused(tmp_path):
         load_actor(ModelConfig(name_or_path=str(tmp_path)), "cpu")
 
 
+@pytest.mark.parametrize("given", [".", "checkpoints/step_00000020"])
+def test_a_run_in_place_of_a_model_names_the_model_in_it(tmp_path, given):
+    for step in (3, 20):
+        build_actor().save(tmp_path / "checkpoints" / f"step_{step:08}" / "actor")
+    with pytest.raises(ConfigError, match="is a run or a checkpoint") as refused:
+        load_actor(ModelConfig(name_or_path=str(tmp_path / given)), "cpu")
+    told = str(refused.value).rpartition("model.name_or_path=")[2]
+    assert told == str(tmp_path / "checkpoints" / "step_00000020" / "actor")
+    load_actor(ModelConfig(name_or_path=told), "cpu")
+
+
 def test_a_model_whose_sampling_settings_transformers_does_not_save_is_saved(tmp_path):
     """Hub models hold a temperature without ``do_sample``: transformers loads and does not save them."""
     build_actor().save(tmp_path)

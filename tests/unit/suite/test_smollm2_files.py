@@ -15,9 +15,11 @@ from multitask_rl.config.run import RunConfig
 from multitask_rl.config.tasks_file import parse_tasks
 from multitask_rl.data.rows import load_both
 from multitask_rl.errors import UnavailableError
+from multitask_rl.records import Score
 from multitask_rl_rewards.ifeval import IFEval
+from multitask_rl_rewards.refusal import OverRefusal, Refusal
 from multitask_rl_rewards.shape import JsonSchema
-from reward_builders import real_rows, rollout
+from reward_builders import data_directory, real_rows, rollout
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "smollm2"
@@ -100,9 +102,8 @@ def test_a_worked_sum_is_the_one_calculation_that_leads_to_the_result(generators
     assert generators.worked_sum(problem, result) == expected
 
 
-def test_worked_rows_are_true_and_hold_out_the_rows_of_their_task(generators, tmp_path):
-    problems = [row | {"task": ""} for row in real_rows("math_easy")]
-    rows = generators.worked_rows(problems)
+def test_worked_rows_are_true(generators):
+    rows = generators.worked_rows(real_rows("math_easy"))
     assert len(rows) == 1310
     for row in rows:
         steps = re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", row["answer"])
@@ -110,16 +111,6 @@ def test_worked_rows_are_true_and_hold_out_the_rows_of_their_task(generators, tm
         assert all(signs[sign](int(a), int(b)) == int(value) for a, sign, b, value in steps)
         assert len(steps) == row["answer"].count("=") == 1 or steps[0][3] in steps[1]
         assert steps[-1][3] == row["reference"]
-    held_out = {}
-    for name, own in (("math", problems), ("worked", rows)):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-        task = {"dataset": f"{tmp_path}/{name}.jsonl"}
-        task |= {"type": "sft"} if name == "worked" else {"rewards": ["math_answer"]}
-        spec = parse_tasks({"tasks": {name: task}}, "tasks.yaml")[name]
-        train, validation = load_both(spec)
-        held_out[name] = {row["id"] for row in validation}
-        assert not held_out[name] & {row["id"] for row in train}
-    assert held_out["worked"] == held_out["math"] & {row["id"] for row in rows}
 
 
 @pytest.fixture
@@ -163,6 +154,40 @@ def test_the_rows_stay_there_while_a_second_preparation_makes_them_anew(prepare,
     assert seen == [True] * 3
     assert file.read_text() == rows
     assert all(path.suffix == ".jsonl" for path in file.parent.iterdir())
+
+
+def test_the_warm_start_reads_the_prompts_of_two_tasks_and_no_row_that_they_hold_out(prepare, tmp_path):
+    real_rows("safety_prompts", 1)
+    real_rows("sft_dolly", 1)
+    places = {"model": tmp_path, "data": data_directory(), "leave_out": ["preference", "safety"]}
+    made = prepare.prepare(tmp_path / "made", 0, tmp_path / "cache", **places)
+    text = Template((EXAMPLE / "tasks.yaml").read_text(encoding="utf-8"))
+    whole = yaml.safe_load(text.substitute(directory=made.directory.as_posix()))
+    tasks = parse_tasks(whole, "tasks.yaml")
+    shown = parse_tasks(yaml.safe_load(made.warm_start.read_text(encoding="utf-8")), "warm_start.yaml")
+    assert {name: spec.type for name, spec in shown.items()} == {"worked": "sft", "replies": "sft"}
+    for name, of in (("worked", "math"), ("replies", "safety")):
+        assert shown[name].prompt == tasks[of].prompt
+        (read, held), (train, held_out) = load_both(shown[name]), load_both(tasks[of])
+        trained, asked = ({row["id"] for row in rows} for rows in (train, held_out))
+        assert {row["id"] for row in read} < trained
+        assert {row["id"] for row in held} < asked
+    replies = [row for part in load_both(shown["replies"]) for row in part]
+    refused = [row["answer"] == prepare.REFUSAL for row in replies]
+    assert sum(refused) == len(replies) / 2 == 702
+    assert refused == [row["reference"] == "refuse" for row in replies]
+    scored = [rollout(row["answer"], **row) for row in replies]
+    for reward in (Refusal(), OverRefusal(OverRefusal.Config(min_words=3))):
+        values = [result.value for result in reward.score(scored) if isinstance(result, Score)]
+        assert len(values) == 702
+        assert sum(values) >= 695
+
+
+def test_data_that_is_not_there_makes_no_warm_start(prepare, tmp_path):
+    places = {"model": tmp_path, "leave_out": ["preference", "safety"]}
+    made = prepare.prepare(tmp_path / "made", 0, tmp_path / "cache", data=tmp_path / "none", **places)
+    assert not made.warm_start.exists()
+    assert {"worked", "replies", "math"} <= {*made.left_out}
 
 
 def test_no_task_selects_by_the_split_test(tmp_path):
