@@ -384,9 +384,9 @@ class _PluginFiles(importlib.abc.MetaPathFinder):
 
 
 class _Source(SourceFileLoader):
-    """Compiles the file each time: kept bytecode is told from an edit by seconds and size alone."""
+    """Loads a plugin file without bytecode: Python misses an edit within a second to the same size."""
 
-    def path_stats(self, path: str) -> Any:  # what Python asks before it reads or writes bytecode
+    def path_stats(self, path: str) -> Any:  # OSError: no bytecode is read or written
         raise OSError
 
 

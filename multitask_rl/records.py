@@ -339,6 +339,7 @@ class Scored:
 
         Raises:
             ValueError: it is a text, NaN or infinite.
+            TypeError: it is no number.
         """
         given: Any = self.reward
         if given is not None:

@@ -33,8 +33,7 @@ import yaml
 
 from claims.base import Arm, Arms, Claim, Metrics, Options, mean, table, with_interval
 from claims.smollm2 import CONFIG, prepare_example
-from claims.suite import merged
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import RunConfig, merged
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.models.actor import multiplies_bfloat16

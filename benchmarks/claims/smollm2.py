@@ -34,8 +34,8 @@ from filelock import FileLock
 from claims.base import Arm, Arms, Claim, Metrics, Options, difference, mean, table, with_interval
 from claims.guard import ALARMS
 from claims.plants import FAULTS, GuardWithPlant, Plant
-from claims.suite import delivered_step, merged, step_metrics
-from multitask_rl.config.run import RunConfig
+from claims.suite import delivered_step, step_metrics
+from multitask_rl.config.run import RunConfig, merged
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where, load_yaml
 from multitask_rl.errors import GuardStop

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from multitask_rl.config.run import RunConfig
+from multitask_rl.config.run import RunConfig, merged
 from multitask_rl.config.schema.build import build_dataclass
 from multitask_rl.config.schema.located_yaml import Where
 from multitask_rl.guard.decision import CheckpointInfo
@@ -185,12 +185,3 @@ def twin(name: str, run: SuiteRun) -> dict[str, Any]:
 
 def _rows(name: str, seed: int, split: Any, number: int) -> Sequence[dict[str, Any]]:
     return build_rows(SUITE[name], seed=seed, split=split, num_rows=number)
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the keys of ``over`` laid over it, nested ones key by key."""
-    result = dict(base)
-    for key, value in over.items():
-        nested = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
-        result[key] = merged(result[key], value) if nested else value
-    return result

@@ -105,9 +105,10 @@ def vllm() -> Callable[[list[list[int]], int], int]:
 
 
 def products() -> Callable[[list[list[int]], int], int]:
-    """Return the matrix products of decoding alone, all rows to the last token: what no engine can leave out.
+    """Return a function that computes the products of decoding alone and returns the number of answer tokens.
 
-    The answers are no answers. Prompts, attention, norms, activations and sampling are left out.
+    No engine can leave these products out. All rows have all tokens. Prompts, attention, norms, activations
+    and the drawing of tokens are left out.
     """
     from multitask_rl.rollout.snapshot import PackedLinear, can_pack
 
@@ -129,12 +130,12 @@ def products() -> Callable[[list[list[int]], int], int]:
 
 
 def products_of_a_step() -> Callable[[list[list[int]], int], int]:
-    """Return the float32 matrix products of a whole step alone: what no trainer can leave out.
+    """Return a function that computes a step's float32 products alone and returns the answer tokens.
 
-    Every prompt goes through the body once to sample and once to learn, every token of every answer too, and
-    answers through the head. A product of learning has ``MICROBATCH_TOKENS`` rows, and two more of its size
-    backward. All answers have all tokens. Attention, norms, activations, sampling, the loss and the optimizer
-    are left out.
+    No trainer can leave these products out. Sampling: each prompt once, and each answer token, through the
+    body; answer tokens through the head. Learning: the same tokens, at most ``MICROBATCH_TOKENS`` rows at a
+    time, with two products of the same size backward. Each answer has all its tokens. Attention, norms,
+    activations, the drawing of tokens, the loss and the optimizer are left out.
     """
     from multitask_rl.attention.products import multiply_with_onednn
 

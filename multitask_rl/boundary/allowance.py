@@ -73,10 +73,10 @@ def usable_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float:
     return free
 
 
-def kernel_says(file: str, name: str) -> str:
-    """Return what follows ``name`` at the beginning of a line of ``file``; empty if no line begins so.
+def proc_value(file: str, name: str) -> str:
+    """Return the value in the first line of ``file`` that begins with ``name``; "" without one.
 
-    Such files (``/proc/self/status``, ``/proc/cpuinfo``) exist on Linux only.
+    For files of ``/proc``, which only Linux has.
     """
     with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
         return next((line.removeprefix(name).strip(": \t\n") for line in lines if line.startswith(name)), "")

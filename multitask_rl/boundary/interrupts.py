@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from multitask_rl.boundary.allowance import kernel_says
+from multitask_rl.boundary.allowance import proc_value
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that end a run. Many Slurm jobs ask for SIGUSR1 as the warning before their end."""
@@ -94,7 +94,7 @@ def _handled_by(handle: Callable[[int, FrameType | None], None]) -> Iterator[Non
 
 def _is_caught(number: int) -> bool:
     """Return whether the process handles the signal, be it by C code (``faulthandler``) unknown to Python."""
-    return bool(int(kernel_says("/proc/self/status", "SigCgt") or "0", 16) >> (number - 1) & 1)
+    return bool(int(proc_value("/proc/self/status", "SigCgt") or "0", 16) >> (number - 1) & 1)
 
 
 @contextlib.contextmanager

@@ -50,8 +50,8 @@ def one_line(text: str, longest: int = _LONGEST) -> str:
     return f"{line[:half]} [{len(line) - 2 * half} characters] {line[-half:]}"
 
 
-def cut_off(text: str, longest: int) -> str:
-    """Return ``text``, of which at most ``longest`` characters are left; "..." stands for the rest."""
+def cut_off(text: str, longest: int = 120) -> str:
+    """Return ``text`` in at most ``longest`` characters; a longer one ends in "..."."""
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 

@@ -29,7 +29,7 @@ def parse_common(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argpar
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(argv)
     if options.open and options.html is None:
-        parser.error("--open shows the page that --html FILE writes")
+        parser.error("--open needs --html FILE, the page that it opens")
     return options
 
 

@@ -17,9 +17,10 @@ PREFIX = "constraint/"
 
 
 def constraint_metrics(spec: TaskSpec, scored: Sequence[Scored]) -> dict[str, Statistic]:
-    """Return the statistics of every constraint with a limit, from all attempts of held-out responses.
+    """Return the statistics of each constraint that has a limit.
 
-    Of several responses of a prompt only the first counts: the bound is that of independent responses.
+    ``scored``: all attempts of the held-out responses. Only the first response of a prompt counts, since the
+    bound assumes independent responses.
 
     Names are ``constraint/<name>/...``:
 

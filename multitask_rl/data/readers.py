@@ -272,8 +272,8 @@ def _read_lines(lines: Iterable[bytes], read: Callable[[int, int], bytes], path:
         if line.strip():
             try:
                 value = _parse_json(line.rstrip())
-            except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
-                problem = str(error).replace("line 1 ", "")  # the file's line is told
+            except ValueError as error:
+                problem = str(error).replace("line 1 ", "")  # the message names the line of the file
                 raise DataError(
                     f"{path}:{number}: not a line of JSON: {problem}; each line is one object, such as "
                     '{"prompt": "1+1=", "reference": "2"}'

@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from multitask_rl.boundary.printable import cut_off
 from multitask_rl.config.checks import parse_template
 from multitask_rl.config.schema.ranges import suggest
 from multitask_rl.config.task import TaskSpec
@@ -394,7 +395,7 @@ def _tools(spec: TaskSpec, row: Row) -> list[Any]:
     if value and not (isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)):
         raise DataError(
             f"{spec.where}.tools_column: column {spec.tools_column!r} of row {row_id(row)!r} holds "
-            f"{_cut(repr(value))}; expected a list of tools, each a JSON schema (a mapping)"
+            f"{cut_off(repr(value))}; expected a list of tools, each a JSON schema (a mapping)"
         )
     return value or []
 
@@ -441,7 +442,7 @@ def _check_messages(spec: TaskSpec, row: Row, messages: Sequence[Mapping[str, An
         if not isinstance(content, str | None):
             raise DataError(
                 f"{spec.where}: the content of message {index + 1} of row {row_id(row)!r} is "
-                f"{_cut(repr(content))}; expected a text: the actor reads nothing else"
+                f"{cut_off(repr(content))}; expected a text: the actor reads nothing else"
             )
         if role in ROLES:
             continue
@@ -468,13 +469,9 @@ def _given_answers(spec: TaskSpec, rows: Rows) -> str:
         return ""
     return (
         f"the messages of {len(ends)} of {len(rows)} rows end with an answer of the assistant, which the "
-        f"actor continues (row {row_id(rows[0])!r}: {_cut(repr(ends[0]))}). If these are the right answers, "
-        "the prompt shows them: take them out of the messages"
+        f"actor continues (row {row_id(rows[0])!r}: {cut_off(repr(ends[0]))}). If these are the right "
+        "answers, the prompt shows them: take them out of the messages"
     )
-
-
-def _cut(text: str) -> str:
-    return f"{text[:120]}{'...' * (len(text) > 120)}"
 
 
 def check_split(
@@ -535,8 +532,8 @@ def _shared_prompts(
     if len(train) > 1 and trained_on != {empty} and len(trained_on) == 1:
         return (
             f"all {len(train)} training rows make the same prompt, "
-            f"{_cut(repr(str(render_content(spec, train[0]))))}; write the columns that tell them apart into "
-            f"the task's prompt, in braces ({_cut(repr(spec.prompt))})"
+            f"{cut_off(repr(str(render_content(spec, train[0]))))}; write the columns that tell them apart "
+            f"into the task's prompt, in braces ({cut_off(repr(spec.prompt))})"
         )
     shared = [i for i, prompt in enumerate(asked) if prompt in trained_on and prompt != empty]
     if not shared:
@@ -554,16 +551,18 @@ def check_rows(
     """Check that every row has the columns that are read from it, before a model loads.
 
     Args:
-        spec: the task; the columns of its prompt template must hold something.
+        spec: the task; the columns of its prompt and its answer must hold something, ``tools_column`` may be
+            null.
         rows: its rows; of a generator only four are checked: all have the same columns.
-        needs: further columns that must hold something, with what reads each ("reward 'f1'").
-        parameters: columns that may be null, likewise.
+        needs: further columns that must hold something -> what reads the column ("reward 'f1'").
+        parameters: columns that may be null -> what reads the column.
 
     Returns:
         The hash of each checked row's prompt.
 
     Raises:
-        DataError: a row lacks a column, or its prompt is empty. The message names the first such row.
+        DataError: a row lacks a column, its prompt is empty, or its chat is malformed. The message names the
+            first such row.
     """
     answered = {column for _, column, _, _ in parse_template(spec.answer) if column}.difference(needs)
     prompted = {column for _, column, _, _ in parse_template(spec.prompt) if column}
@@ -576,7 +575,7 @@ def check_rows(
         own = filled - answered if _last_message(spec, row) is not None else filled
         missing = {c for c in own if is_null(row.get(c))} | (present - row.keys())
         if missing:
-            label = _cut(repr(dict(row))) if row.get("id") is None else repr(str(row["id"]))
+            label = cut_off(repr(dict(row))) if row.get("id") is None else repr(str(row["id"]))
             place = repr(spec.dataset) if spec.dataset else "the rows given"
             nulls = sorted(column for column in missing if column in row)
             hint = f"; null there: {', '.join(nulls)}" if nulls else suggest(min(missing), map(str, row))
@@ -618,7 +617,7 @@ def check_rows(
         if not prompt and spec.prompt and not spec.environment:
             raise DataError(
                 f"{spec.where}.prompt: the prompt of row {row_id(row)!r} is empty (columns: "
-                f"{_cut(repr(dict(row)))}); give it a text, or leave the row out (the task's prompt is "
+                f"{cut_off(repr(dict(row)))}); give it a text, or leave the row out (the task's prompt is "
                 f"{spec.prompt!r})"
             )
         prompts.append(hash(str(prompt)))

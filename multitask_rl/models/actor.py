@@ -715,8 +715,9 @@ def make_actor(
 def _check_savable(model: PreTrainedModel) -> None:
     """Raise a ``ConfigError`` for a model that its class could not load again from a checkpoint.
 
-    Such are quantised models, models with replaced layers and models with tensors that layers share against
-    their class. A model whose forward Accelerate's autocast wraps is refused as well.
+    Such are quantised models, models with a replaced layer that lacks a tensor of their class, and models
+    whose layers share a tensor that their class does not tie. A model under Accelerate's autocast is refused
+    as well.
     """
     if "_original_forward" in vars(model):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, as it was saved."""
+"""Loading of tokenizers: as they were saved."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Names of the class that is defined by ``tokenizer.json`` alone."""
+"""Both names of the class that reads ``tokenizer.json`` alone."""
 
 
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the directory or hub id ``name``.
 
-    Trap: for some kinds of models (``qwen2``, ``phi3``) ``AutoTokenizer`` ignores the class that
-    ``tokenizer_config.json`` names, and replaces the way in which ``tokenizer.json`` splits texts.
+    A directory that names the generic class is loaded with it. ``AutoTokenizer`` would take a class of its
+    own for some models (``qwen2``), which splits texts in another way than ``tokenizer.json`` says.
 
     Raises:
         OSError, ValueError: there is none.

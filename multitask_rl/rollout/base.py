@@ -244,5 +244,5 @@ def push_weights(engine: RolloutEngine, actor: Actor) -> None:
     """Give ``engine`` the present weights of ``actor``."""
     import torch  # not at the top: plugins are listed without it
 
-    torch.clear_autocast_cache()  # a thread that samples ahead leaves its casts of the weights there
+    torch.clear_autocast_cache()  # it holds casts of the old weights, made by the rollout thread
     engine.update_weights({} if engine.shares_weights else actor.state_dict(), actor.policy_version)

@@ -61,7 +61,7 @@ class Past:
 
 
 def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
-    """Return ``cache`` by its name in ``model``'s forward, which transformers 5.24 renames to ``cache``."""
+    """Return ``cache`` as ``model``'s keyword: ``past_key_values``, from transformers 5.24 on ``cache``."""
     # a model in adapters hides its forward
     named = _forward_arguments(type(model.get_decoder()))  # type: ignore[arg-type]
     return {"cache" if "cache" in named else "past_key_values": cache}

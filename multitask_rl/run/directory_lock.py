@@ -19,13 +19,13 @@ class DirectoryLock:
     """A lock on a directory, held until ``release`` or the end of the process.
 
     A second lock of the same process takes it over, and sets ``is_taken`` of the first one: a notebook may
-    make a new run where it left one open.
+    make a new run where it left one open. Where the file system has no locks, nothing is locked.
 
     Args:
         directory: made if it is missing. Its file ``.lock`` names host and process of the holder.
 
     Raises:
-        ConfigError: another living process holds it.
+        ConfigError: another process holds it, and is not known to be dead.
     """
 
     _newest: ClassVar[WeakValueDictionary[Path, DirectoryLock]] = WeakValueDictionary()

@@ -275,9 +275,10 @@ def load_task_rows(
 
 
 def _columns_read(spec: TaskSpec) -> tuple[dict[str, str], dict[str, str]]:
-    """Return what reads each column: of those that must hold something, of those that may be null.
+    """Return what reads each column, of the columns that must hold something and of those that may be null.
 
-    Data sets and metrics of other libraries may be slow to build; they name a missing column when they score.
+    Rewards of ``reasoning_gym``, ``verifiers`` and ``evaluate``, which may be slow to build, are left out.
+    They name a missing column when they score.
     """
     needs, parameters = dict[str, str](), dict[str, str]()
     named = [("reward", r.plugin, r.config) for r in spec.rewards]

@@ -295,7 +295,7 @@ class RunStore:
         if progress.step < config.max_steps:
             changed |= self._changed_code(found.state.get("code", {}), specs)
         if changed:
-            pairs = {key: [cut_off(repr(own), 303) for own in pair] for key, pair in changed.items()}
+            pairs = {key: [cut_off(repr(own), 300) for own in pair] for key, pair in changed.items()}
             told = ", ".join(f"{key}: {old} -> {new}" for key, (old, new) in pairs.items())
             reason = f"{'resumed' if is_own else 'forked'} with other settings: {told}"
             self.events.append(Event(step=progress.step, source="run", kind="changed", reason=reason))

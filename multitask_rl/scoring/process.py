@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from multitask_rl.boundary.allowance import kernel_says, thread_limit
+from multitask_rl.boundary.allowance import proc_value, thread_limit
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.boundary.printable import printable
 from multitask_rl.errors import MultitaskRLError, PluginError
@@ -96,7 +96,7 @@ class PluginOutput:
 
 def oom_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out; 0 if it does not say."""
-    return int(kernel_says("/proc/vmstat", "oom_kill ") or 0)
+    return int(proc_value("/proc/vmstat", "oom_kill ") or 0)
 
 
 class WorkerDiedError(Exception):

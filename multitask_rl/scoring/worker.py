@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 
-from multitask_rl.boundary.allowance import kernel_says
+from multitask_rl.boundary.allowance import proc_value
 from multitask_rl.boundary.channel import Channel
 from multitask_rl.errors import MultitaskRLError, PluginError
 from multitask_rl.lazy import without_collector
@@ -77,7 +77,7 @@ def _serve(channel: Channel, progress: Progress) -> None:
     end_fork()
     channel.send(("ready", grader.facts))
     if plan.memory_mb and sys.platform == "linux":  # refuse private memory above what the ready plugin holds
-        held = int(kernel_says("/proc/self/status", "VmData").partition(" ")[0] or 0)
+        held = int(proc_value("/proc/self/status", "VmData").partition(" ")[0] or 0)
         _, hard = resource.getrlimit(resource.RLIMIT_DATA)
         limit = (held << 10) + (plan.memory_mb << 20)
         if hard == resource.RLIM_INFINITY or limit < hard:

@@ -119,9 +119,9 @@ class ExperienceSource:
         self._timeline = timeline
         self._refill = Refill(tasks, config.batch.refill_rounds, scheduler.informative_rate)
         self._lag = config.rollout_lag
-        # All threads share autocast's cache of cast weights; the end of an outermost autocast drops it. In
-        # another thread's forward pass this moves the rounding of gradients: a weight is cast twice. So this
-        # thread counts as inside of an autocast all the time.
+        # Autocast's cache of cast weights is global. It is emptied when any thread leaves its outermost
+        # autocast. During the learner's forward pass a weight would then be cast twice, and its gradient
+        # rounded differently. So the rollout thread always counts as inside an autocast.
         self._executor = (
             ThreadPoolExecutor(1, "rollout", torch.autocast_increment_nesting) if self._lag > 0 else None
         )

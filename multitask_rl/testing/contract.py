@@ -106,9 +106,11 @@ def check_reward(
     Args:
         plugin: reference as in a tasks file, or a built reward.
         row: a row of the data it is for.
-        gold: a response that deserves the full score; None = the row's ``reference`` or ``answer``, if any.
+        gold: a response that deserves the full score; None = the row's ``gold``, ``reference``, ``answer`` or
+            ``solution``, if any.
         config: keys of its ``Config``.
-        full: the score of ``gold``; None = its declared maximum; without one, at least any non-answer's.
+        full: the score of ``gold``; None = the best value that the reward declares. Without one, ``gold``
+            has to score at least as well as every non-answer.
 
     Returns:
         The findings. ``assert_reward_contract`` raises an ``AssertionError`` that lists those that failed.
@@ -119,15 +121,15 @@ def check_reward(
     prompt = str(row.get("prompt", "What is 2 + 2?"))
 
     def pays(grader: Grader, results: Sequence[Result]) -> list[Finding]:
-        findings, high, wanted = [], grader.traits.high, full
-        if wanted is None and math.isfinite(high) and grader.traits.higher_is_better:
-            wanted = high
+        findings, traits = [], grader.traits
+        sign, top = (1, traits.high) if traits.higher_is_better else (-1, traits.low)
+        wanted = top if full is None and math.isfinite(top) else full
         if answer is not None:
-            at_least = "the gold answer earns at least as much as any non-answer"
+            at_least = "the gold answer scores at least as well as any non-answer"
             result = grader.grade(_rollouts([answer], row))[0]
             # a reward of form or length does not read the column
             other = {**row, column: f"not {row[column]}"} if column else row
-            compares = not column or full is not None or math.isfinite(high)
+            compares = not column or full is not None or math.isfinite(top)
             if all(isinstance(own, NotApplicable) for own in (result, *results)):
                 detail = "every result is None, which says that it does not apply; return a number, or "
                 detail += "give a row that it judges: --row"
@@ -142,11 +144,11 @@ def check_reward(
                 detail = f"{result.value:g}, expected {wanted:g}"
                 findings.append(Finding("the gold answer earns the full score", is_full, detail))
             else:
-                best = max((r.value for r in results if isinstance(r, Score)), default=-math.inf)
-                findings.append(Finding(at_least, result.value >= best, f"{result.value:g}"))
-        if math.isfinite(high):
+                best = max((sign * r.value for r in results if isinstance(r, Score)), default=-math.inf)
+                findings.append(Finding(at_least, sign * result.value >= best, f"{result.value:g}"))
+        if math.isfinite(top):
             named = zip([*NON_ANSWERS, "prompt echo"], results, strict=True)
-            paid = [name for name, r in named if isinstance(r, Score) and r.value >= high]
+            paid = [name for name, r in named if isinstance(r, Score) and sign * (r.value - top) >= 0]
             detail = f"full score for: {', '.join(paid)}" if paid else ""
             findings.append(Finding("non-answers earn less than the full score", not paid, detail))
         return findings

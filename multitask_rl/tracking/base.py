@@ -21,7 +21,7 @@ from multitask_rl.plugins import TRACKERS, load_plugin
 from multitask_rl.records import DatasetRecord, Event, Scored, TaskEvaluation
 
 SAMPLES_EVERY_S = 60.0
-"""Seconds between the samples that a tracker with pages of its own gets."""
+"""Seconds between the samples that a tracker with a dashboard gets."""
 TO_ACT_ON = ("alarm", "failed", "hacking", "rollback", "starved", "stop")
 """Kinds of events that a person should act on."""
 ALARM_KINDS = ("warn", *TO_ACT_ON)
@@ -93,8 +93,8 @@ class Tracker:
         """End the run with ``status``: ``finished``, ``failed`` or ``stopped``."""
 
 
-class PageTracker(Tracker):
-    """Base of trackers with pages of their own: some samples as a table, alarms and stops as alerts.
+class DashboardTracker(Tracker):
+    """Base of trackers whose client has a dashboard. Samples become a table, alarms and stops alerts.
 
     ``_run`` is the client's run, ``_table`` makes its tables; ``start`` sets both.
 

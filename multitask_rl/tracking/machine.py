@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from multitask_rl.boundary.allowance import kernel_says, usable_cores
+from multitask_rl.boundary.allowance import proc_value, usable_cores
 from multitask_rl.errors import disk_errors
 
 MACHINE = "machine.json"
@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, Any]:
 
     found: dict[str, Any] = {"system": platform.platform()}
     found["processor"] = (
-        kernel_says("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+        proc_value("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
     )
     found["cores"] = os.cpu_count()
     found["cores of this process"] = usable_cores()

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from multitask_rl.tracking.base import PageTracker
+from multitask_rl.tracking.base import DashboardTracker
 
 
-class TrackioTracker(PageTracker):
+class TrackioTracker(DashboardTracker):
     """trackio: numbers with their steps; some samples as tables; alarms and stops as alerts."""
 
     client = "trackio"

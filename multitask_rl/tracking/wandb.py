@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from multitask_rl.records import Event
-from multitask_rl.tracking.base import PageTracker
+from multitask_rl.tracking.base import DashboardTracker
 
 _STEP = "training_step"
 
 
-class WandbTracker(PageTracker):
+class WandbTracker(DashboardTracker):
     """Weights & Biases: numbers with their steps; some samples as tables; alarms and stops as alerts."""
 
     client = "wandb"

@@ -44,6 +44,19 @@ def write(folder: Path, body: str) -> str:
             "the gold answer earns the full score: 0.5, expected 1",
         ),
         (
+            "@with_traits(low=0, high=1, higher_is_better=False)\n"
+            "def f(response, reference): return float('4' not in 'x4' + response)",
+            "non-answers earn less than the full score: full score for: empty",
+        ),
+        (
+            "@with_traits(low=0, high=1, higher_is_better=False)\ndef f(response, reference): return 0.5",
+            "the gold answer earns the full score: 0.5, expected 0",
+        ),
+        (
+            "@with_traits(higher_is_better=False)\ndef f(response, reference): return response == reference",
+            "the gold answer scores at least as well as any non-answer: 1",
+        ),
+        (
             "@with_traits(deterministic=True)\n"
             "def f(response, reference, n=[]):\n    n.append(1)\n    return float(len(n))",
             "deterministic, as it declares",
@@ -79,6 +92,13 @@ def test_the_contract_suite_catches(tmp_path: Path, body: str, finding: str) -> 
 
 def test_a_sound_reward_passes(tmp_path: Path) -> None:
     body = "@with_traits(low=0, high=1)\ndef f(response, reference): return float(response == reference)"
+    assert_reward_contract(write(tmp_path, body), row=ROW)
+
+
+@pytest.mark.parametrize("range_", ["low=0, high=1, ", "low=0, ", ""])
+def test_a_sound_reward_of_which_less_is_better_passes(tmp_path: Path, range_: str) -> None:
+    traits = f"@with_traits({range_}higher_is_better=False)\n"
+    body = f"{traits}def f(response, reference): return float(response != reference)"
     assert_reward_contract(write(tmp_path, body), row=ROW)
 
 
