@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from multitask_rl.config.run import ScoringConfig
 from multitask_rl.config.task import ConstraintSpec, RewardSpec, TaskSpec
@@ -657,6 +658,27 @@ def test_a_plugin_of_this_process_that_changes_what_it_gets_changes_nothing_of_t
         scored = pool.score(rollouts)
     assert [s.reward for s in scored] == [1.0, 1.0]
     assert [s.rollout for s in scored] == rollouts == of("t", "a", "b", reference="7")
+
+
+def test_a_plugin_of_this_process_that_uses_torch_leaves_no_thread_of_openmp(tmp_path: Path) -> None:
+    """With more of them than cores, all operations of the trainer take several times as long."""
+    (tmp_path / "multiplies.py").write_text(
+        "import torch\nfrom multitask_rl.scoring.shapes import with_traits\n@with_traits(isolate=False)\n"
+        "def f(response): return float((torch.ones(300, 300) @ torch.ones(300, 300)).neg().exp().min())\n"
+    )
+    spec = TaskSpec(name="t", rewards=[RewardSpec(plugin=f"{tmp_path}/multiplies.py:f", name="f")])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with RewardPool({"t": spec}, ScoringConfig(), seed=0, devices={}) as pool:
+            before = psutil.Process().num_threads()
+            assert pool.score(of("t", "a"))[0].failure is None
+            until = time.monotonic() + 5
+            while psutil.Process().num_threads() > before and time.monotonic() < until:
+                time.sleep(0.01)
+            assert psutil.Process().num_threads() <= before
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_constraints_and_rewards_have_devices_of_their_own(tmp_path: Path) -> None:
