@@ -164,6 +164,8 @@ def prepare(options: Options) -> None:
     }
     # the primary metric of the example, whole right answers, stays near 0 in so few steps
     tasks["extraction"]["primary_metric"] = "reward"
+    for task in tasks.values():
+        task.pop("min_share", None)  # the claims are about shares that scheduler and mixtures choose
     found = {
         "actor": str(made.actor),
         "tasks": {name: tasks[name] for name in TASKS if name in tasks},

@@ -7,6 +7,7 @@ import math
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -91,6 +92,23 @@ def test_arms_are_compared_on_the_same_test_prompts_of_the_untrained_model(optio
     assert not [key for key in free if key.endswith("multiplier/has_no_digit") and free[key]]
     assert free["level/math"] == pytest.approx(base["level/math"] + free["change/math"])
     assert free["kl/prose"] > 0.0
+
+
+def test_no_least_share_of_the_example_decides_shares_in_a_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, split in (("nq_open", "test"), ("sft_dolly", "train")):
+        row = {"prompt": "?", "reference": "!", "answers": ["!"], "split": split}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "smollm2" / "prepared" / "data").mkdir(parents=True)
+    tasks = Path(__file__).parents[3] / "examples" / "smollm2" / "tasks.yaml"
+    assert "min_share" in tasks.read_text()
+    made = SimpleNamespace(tasks_file=tasks, actor="actor", figures={})
+    monkeypatch.setattr(smollm2, "prepare_example", lambda *_: (made, {"source": str(tmp_path)}))
+    smollm2.prepare(Options(seeds=[0], steps=1, directory=tmp_path))
+    found = json.loads((tmp_path / "smollm2" / "prepared" / "claim.json").read_text())["tasks"]
+    assert set(found) == set(smollm2.TASKS)
+    assert not any("min_share" in task for task in found.values())
 
 
 def test_changes_are_paired_by_prompt() -> None:
