@@ -7,9 +7,10 @@ import logging
 import pickle
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import ParamSpec, TypeVar
 
 from multitask_rl.boundary.printable import counted
 from multitask_rl.errors import MultitaskRLError
@@ -21,6 +22,8 @@ from multitask_rl.scoring.process import OUT_OF_MEMORY, PluginOutput, WorkerDied
 from multitask_rl.scoring.results import Result
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 START_CRASHES, START_KILLS = 3, 100
 """Processes that may die while starting, by themselves or killed from outside, before the plugin counts as
@@ -162,7 +165,7 @@ class LocalRunner(Runner):
     def __init__(self, lane: Lane, plan: PluginPlan) -> None:
         super().__init__(lane.source)
         self._lane, self._grader = lane, plan.build()
-        self._explaining: threading.Thread | None = None
+        self._explaining: Future[list[str] | Failure] | None = None
         self._has_warned = False
         lane.facts = self._grader.facts
 
@@ -172,7 +175,7 @@ class LocalRunner(Runner):
             return
         self._closing.set()
         self._join(1.0)
-        if not self.is_alive() and not (self._explaining is not None and self._explaining.is_alive()):
+        if not self.is_alive() and (self._explaining is None or self._explaining.done()):
             self._grader.close()
 
     def explain(self, rollouts: Sequence[Rollout], verdicts: Sequence[Verdict]) -> list[str]:
@@ -181,40 +184,35 @@ class LocalRunner(Runner):
         The plugin gets ``timeout_s`` for all. If it fails, or still explains the violations of a former call,
         there is no text, and the first time a warning.
         """
-        limit, answer = self._grader.traits.timeout_s, list[list[str] | Failure]()
-        if self._explaining is None or not self._explaining.is_alive():
-            self._explaining = threading.Thread(
-                target=lambda: answer.append(self._grader.explain(rollouts, verdicts)),
-                name=f"explain-{self._lane.source}",
-                daemon=True,
-            )
-            self._explaining.start()
-            self._explaining.join(limit)
-        found = answer[0] if answer else f"took more than {limit:g} s"
+        limit, found = self._grader.traits.timeout_s, None
+        if self._explaining is None or self._explaining.done():
+            self._explaining = self._begin(self._grader.explain, rollouts, verdicts)
+            with contextlib.suppress(TimeoutError):
+                found = self._explaining.result(limit)
         if isinstance(found, list):
             return found
         if not self._has_warned:
-            problem = found.message if isinstance(found, Failure) else found
+            problem = f"took more than {limit:g} s" if found is None else found.message
             logger.warning("%s: violations are recorded without explanation: %s", self._lane.source, problem)
             self._has_warned = True
         return [""] * len(rollouts)
 
-    def _grade(self, rollouts: Sequence[Rollout]) -> list[Result]:
-        """Grade in a thread that ends with the call.
+    def _begin(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
+        """Call ``function`` in a thread that ends with the call.
 
         OpenMP keeps the helpers of each thread that used torch. With more of them than cores, all threads
         sleep between two operations instead of spinning: the sampling that followed had 0.6 of its speed.
         """
-        found = Future[list[Result]]()
+        answer = Future[T]()
 
         def call() -> None:
             try:
-                found.set_result(self._grader.grade(rollouts))
-            except BaseException as error:  # noqa: BLE001 - raised again by the runner's thread
-                found.set_exception(error)
+                answer.set_result(function(*args, **keywords))
+            except BaseException as error:  # noqa: BLE001 - raised again where the answer is read
+                answer.set_exception(error)
 
         threading.Thread(target=call, name=f"local-{self._lane.source}", daemon=True).start()
-        return found.result()
+        return answer
 
     def run(self) -> None:
         """Make the lane's calls."""
@@ -224,7 +222,8 @@ class LocalRunner(Runner):
                 try:
                     for piece in [[item] for item in call.items] if call.each else [call.items]:
                         began = time.monotonic()
-                        results = self._grade([_for_plugin(item.rollout) for item in piece])
+                        given = [_for_plugin(item.rollout) for item in piece]
+                        results = self._begin(self._grader.grade, given).result()
                         lane.answer(call, results, time.monotonic() - began)
                 finally:
                     lane.finished(self)
