@@ -43,17 +43,20 @@ class Timeline:
         self._spans.append((stage, task, step, span))
         self._busy.setdefault(step, {}).setdefault(stage, []).append(span)
 
-    def seconds(self, step: int) -> dict[str, float]:
-        """Return seconds of work (or waiting) for ``step`` by stage; key ``step``: since the step began."""
-        busy = {stage: busy_seconds(spans) for stage, spans in self._busy.pop(step, {}).items()}
-        return {**busy, "step": time.monotonic() - self._began}
+    def end_step(
+        self, step: int, running: Iterable[tuple[str, Span]] = ()
+    ) -> tuple[dict[str, float], dict[str, float]]:
+        """End the step and write the spans. Returns two dicts.
 
-    def end_step(self, step: int, running: Iterable[tuple[str, Span]] = ()) -> dict[str, float]:
-        """Write the spans; return ``utilisation/<stage>`` and ``waits_for/<stage>``, shares of the step.
+        The first: for each stage its seconds of work (or of waiting) for ``step``, whenever they were; key
+        ``step``: the length of the step. The second: ``utilisation/<stage>`` and ``waits_for/<stage>``, the
+        share of that length in which the stage worked or was waited for, for whichever step.
 
         ``running``: stage and span so far of unfinished work for later steps, which record it themselves.
         """
         now = time.monotonic()
+        seconds = {stage: busy_seconds(spans) for stage, spans in self._busy.pop(step, {}).items()}
+        seconds["step"] = now - self._began
         whole, length = (self._began, now), max(now - self._began, 1e-9)
         by_stage: dict[str, list[Span]] = {stage: [] for stage in sorted(self._stages)}
         for stage, span in [*((stage, span) for stage, _, _, span in self._spans), *running]:
@@ -66,7 +69,7 @@ class Timeline:
             numbers[name] = busy_seconds(spans) / length
         self._spans.append(("step", "", step, whole))
         self._write()
-        return numbers
+        return seconds, numbers
 
     def _write(self) -> None:
         spans, self._spans = self._spans, []

@@ -400,10 +400,10 @@ class Trainer:
                 began = time.monotonic()
                 recorded = explained(recorded, self.scorer)
                 timeline.add("constraints", (began, time.monotonic()), step=step)
-        report.seconds = timeline.seconds(step)
         memory, full = self._memory.observe(step)
         supervisor.note(full)
-        shares = {**timeline.end_step(step, parts.experience.running()), **memory, **self._system.numbers()}
+        report.seconds, shares = timeline.end_step(step, parts.experience.running())
+        shares |= {**memory, **self._system.numbers()}
         if parts.profiler is not None:
             parts.profiler.step()
         self.progress.step += 1

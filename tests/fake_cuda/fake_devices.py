@@ -10,10 +10,11 @@ from pathlib import Path
 
 
 def compiled() -> Path:
-    """Return the compiled file; it is compiled once for a version of torch."""
+    """Return the compiled file; it is compiled once for an installed torch, whose folder it names."""
     source = Path(__file__).with_name("devices.cpp")
     torch_folder = Path(importlib.util.find_spec("torch").origin).parent
-    key = hashlib.sha256(source.read_bytes() + (torch_folder / "version.py").read_bytes()).hexdigest()[:16]
+    parts = [source.read_bytes(), (torch_folder / "version.py").read_bytes(), os.fsencode(torch_folder)]
+    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     made = Path(tempfile.gettempdir()) / f"fake_cuda_{os.getuid()}_{key}.so"
     if not made.exists():
         part, libraries = made.with_suffix(f".{os.getpid()}"), str(torch_folder / "lib")

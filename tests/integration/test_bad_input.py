@@ -235,8 +235,9 @@ def test_a_benchmark_makes_real_steps_and_leaves_nothing_but_its_numbers(space, 
     stages = numbers["stages"]
     assert {"rollout", "rewards", "advantages", "update"} <= stages.keys()
     assert 0 < stages["update"]["seconds"] < numbers["step_s"]
+    # The same clock at the same moments: not only roughly the share
     assert stages["update"]["utilisation"] == pytest.approx(
-        stages["update"]["seconds"] / numbers["step_s"], rel=0.05
+        stages["update"]["seconds"] / numbers["step_s"], rel=1e-6
     )
     assert numbers["sampling_tokens_per_s"] > numbers["tokens_per_s"]
     assert numbers["memory"]["rss_peak_mb"] > 50 * numbers["memory"]["weights_mb"] > 0

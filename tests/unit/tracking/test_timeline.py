@@ -38,14 +38,18 @@ def test_the_report_counts_overlapping_work_once_and_only_within_steps():
 def test_shares_of_a_step_lie_within_it_and_every_span_is_written_once(tmp_path):
     timeline = Timeline(tmp_path / "timeline.jsonl")
     timeline.begin_step()
-    timeline.add("update", (time.monotonic(), time.monotonic()), step=0)
+    began = time.monotonic()
+    time.sleep(0.001)
+    timeline.add("update", (began, time.monotonic()), step=0)
     timeline.add("rollout", (0.0, math.inf), step=1)
-    numbers = timeline.end_step(0, [("rewards", (0.0, math.inf))])
+    seconds, numbers = timeline.end_step(0, [("rewards", (0.0, math.inf))])
     assert numbers["utilisation/rollout"] == pytest.approx(1.0)
     assert numbers["utilisation/rewards"] == pytest.approx(1.0)
-    assert 0.0 <= numbers["utilisation/update"] <= 1.0
+    assert numbers["utilisation/update"] == pytest.approx(seconds["update"] / seconds["step"], rel=1e-9)
     timeline.begin_step()
-    assert timeline.end_step(1)["utilisation/update"] == 0.0, "a stage that stood still has a share too"
+    seconds, numbers = timeline.end_step(1)
+    assert seconds["rollout"] == math.inf, "the work was done in the step before"
+    assert numbers["utilisation/update"] == 0.0, "a stage that stood still has a share too"
     timeline.close()
     rows = [json.loads(row) for row in (tmp_path / "timeline.jsonl").read_text().splitlines()]
     assert [(r["stage"], r["step"]) for r in rows] == [
