@@ -1,4 +1,4 @@
-"""Which library multiplies float32 matrices on a CPU.
+"""Which library multiplies float32 matrices on a CPU, and how many compiled products it keeps.
 
 On AMD's CPUs with AVX-512 torch's own choice, MKL, multiplies with AVX2. In most shapes it reaches half of
 the rate of oneDNN (``python benchmarks/products.py``). torch gives products to oneDNN where the
@@ -15,8 +15,9 @@ import torch
 KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """Limits of the two caches of compiled products, of oneDNN and of torch; read at the first product.
 
-A compiled product takes up to 1 MiB, and 1024 of them are kept by default. A pass makes some 40 and uses them
-in every layer; the next pass has other lengths and makes others.
+oneDNN compiles products in bfloat16 on every CPU, those in float32 where it multiplies them. A compiled
+product takes up to 1 MiB, and 1024 of them are kept by default. A pass makes some 40 and uses them in every
+layer; the next pass has other lengths and makes others.
 """
 EXACT = 1e-5
 """Largest error of a product in float32, as a share of its largest number; in bfloat16 it is 1e-3."""
@@ -32,13 +33,17 @@ def multiply_with_onednn(width: int) -> None:
 
     That is on an AMD CPU with AVX-512 and without an accelerator, for models of ``MIN_WIDTH`` or wider.
     A small product is tried: if its error is above ``EXACT``, the setting is taken back. A process that has
-    chosen a precision itself keeps it.
+    chosen a precision itself keeps it. On any CPU the caches of compiled products are limited (``KEPT``).
 
     Args:
         width: of the model's hidden states.
     """
     global with_onednn
-    if with_onednn or width < MIN_WIDTH or torch.accelerator.is_available():
+    if with_onednn or torch.accelerator.is_available():
+        return
+    for name, number in KEPT.items():
+        os.environ.setdefault(name, number)
+    if width < MIN_WIDTH:
         return
     known = torch.cpu.get_capabilities()
     if not (known.get("avx512_f") and str(known.get("cpu_name", "")).startswith("AMD")):
@@ -49,8 +54,6 @@ def multiply_with_onednn(width: int) -> None:
         return
     if chosen != "highest":
         return
-    for name, number in KEPT.items():
-        os.environ.setdefault(name, number)
     torch.set_float32_matmul_precision("medium")
     left = torch.arange(4096.0).cos().view(64, 64)
     exact = left.double() @ left.double()

@@ -70,14 +70,17 @@ from multitask_rl.attention.products import multiply_with_onednn
 multiply_with_onednn(512)
 torch.set_num_threads(1)
 resident = psutil.Process().memory_info
-(torch.ones(17, 64) @ torch.ones(64, 64)).sum()
+right = torch.ones(64, 64, dtype=torch.{dtype})
+(torch.ones(17, 64, dtype=right.dtype) @ right).sum()
 before = resident().rss
 for rows in range(18, 418):
-    (torch.ones(rows, 64) @ torch.ones(64, 64)).sum()
+    (torch.ones(rows, 64, dtype=right.dtype) @ right).sum()
 print((resident().rss - before) // 2**20)
 """
 
 
-def test_products_of_many_shapes_take_little_memory():
-    found = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_many_shapes_take_little_memory(dtype):
+    program = MANY_SHAPES.format(dtype=dtype)
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(found.stdout) < 130  # 255 with the limits of the libraries
