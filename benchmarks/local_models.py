@@ -1,10 +1,10 @@
-"""Sampling after models of the trainer's process have scored, beside sampling before.
+"""The speed of sampling after reward models of the trainer's process have scored, relative to before.
 
     python benchmarks/local_models.py --model runs/smollm2/cache/SmolLM2-135M-Instruct --json results.json
 
-Reward models and classifiers run in the trainer's process (``isolate=False``), in threads of their own. If
-such a thread lived on, OpenMP would keep its helpers. With more of them than cores, all threads sleep between
-two operations instead of spinning. Rates are answer tokens a second, the best of ``--repeats``.
+With ``isolate=False`` a reward model scores in the trainer's process, in a thread that ends with the call. If
+the thread lived on, so would its helper threads of OpenMP. If there are more helpers than cores, they sleep
+after each operation instead of spinning. Rates are answer tokens a second, the best of ``--repeats``.
 """
 
 from __future__ import annotations

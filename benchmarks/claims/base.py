@@ -214,7 +214,7 @@ def _file(claim: Claim, arm: Arm, seed: int, options: Options) -> Path:
 
 
 def _end_with_parent() -> None:
-    """End this process of the pool when the one that made it is killed: its run would go on for minutes."""
+    """Start a thread that ends this process when its parent has ended, instead of minutes later."""
     parent = parent_process()
     assert parent is not None
 

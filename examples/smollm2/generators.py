@@ -70,9 +70,10 @@ def extraction_rows(seed: int, split: str, number: int) -> list[Row]:
 
 
 def worked_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """Return the training rows of word problems whose sum ``worked_sum`` finds, with it as ``answer``.
+    """Return the training rows whose calculation ``worked_sum`` finds, each with it as ``answer``.
 
-    They keep their ``id``, by which a tenth is held out: the same tenth as of ``rows`` themselves.
+    A row keeps its ``id``. Held-out rows are chosen by id, so the warm start never shows a row that ``math``
+    holds out.
     """
     train = [row for row in rows if row["split"] == "train"]
     found = [{**row, "answer": worked_sum(row["prompt"], row["reference"])} for row in train]
@@ -82,9 +83,10 @@ def worked_rows(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
 def worked_sum(problem: str, result: str) -> str:
     """Return the calculation that leads from the numbers of ``problem`` to ``result``, or "".
 
-    With two numbers it has one operation, ``7 + 2 = 9``; with three it uses two of them or all,
-    ``7 + 2 = 9, 9 * 3 = 27``. Several possible calculations with one operation are none: which one is meant
-    is not known. Of several with two, most are one sum in different orders; the first is taken.
+    A problem with two numbers has a calculation of one operation, ``7 + 2 = 9``. A problem with three numbers
+    has one of one operation on two of them, or of two operations on all, ``7 + 2 = 9, 9 * 3 = 27``. If
+    several calculations of one operation lead to ``result``, "" is returned: the one that is meant is
+    unknown. Of several with two operations the first is returned: most are the same terms in another order.
     """
     texts = re.findall(r"[\d.,]*\d", problem)
     if not 2 <= len(texts) <= 3 or not all(text.isdigit() for text in (*texts, result)):

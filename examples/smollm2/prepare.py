@@ -130,9 +130,9 @@ def prepare(
 
 
 def _write_tasks(file: Path, left_out: Collection[str]) -> dict[str, Any]:
-    """Write the example's file of this name without the tasks ``left_out``; return the others.
+    """Copy the tasks file beside this module that is named ``file.name`` to ``file``, without ``left_out``.
 
-    If all are left out, no file is written, and an earlier one is removed.
+    Return the tasks that ``file`` holds. If all are left out, ``file`` is removed.
     """
     text = Template((HERE / file.name).read_text(encoding="utf-8"))
     whole = text.substitute(directory=file.parent.as_posix())
@@ -197,9 +197,10 @@ def _of_task(
 
 
 def _reply_rows(seed: int, data: Path | None) -> list[dict[str, Any]]:
-    """Return training rows of ``safety`` with an ``answer``: as many refusals as short answers of Dolly.
+    """Return training rows of ``safety``, each with an ``answer``: half refusals, half answers of Dolly.
 
-    They keep their ``id``, by which a tenth is held out: the same tenth as of ``safety``.
+    A row keeps its ``id``. Held-out rows are chosen by id, so the warm start never shows a row that
+    ``safety`` holds out.
     """
     requests = [row for row in _of_task(Safety, data) if row["split"] == "train"]
     source = {} if data is None else {"source": str(data / "sft_dolly.jsonl")}

@@ -74,9 +74,10 @@ def usable_memory(groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> float:
 
 
 def proc_value(file: str, name: str) -> str:
-    """Return the value in the first line of ``file`` that begins with ``name``; "" without one.
+    """Return what follows ``name`` in the first line of ``file`` that begins with it; "" if there is none.
 
-    For files of ``/proc``, which only Linux has.
+    ``file`` is one of ``/proc``, such as ``/proc/meminfo`` with its line ``MemTotal: 24 kB``. Other systems
+    than Linux have no such file.
     """
     with suppress(OSError), open(file, encoding="utf-8", errors="replace") as lines:
         return next((line.removeprefix(name).strip(": \t\n") for line in lines if line.startswith(name)), "")

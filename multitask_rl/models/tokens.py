@@ -16,8 +16,9 @@ _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 def load_tokenizer(name: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Return the tokenizer of the directory or hub id ``name``.
 
-    A directory that names the generic class is loaded with it. ``AutoTokenizer`` would take a class of its
-    own for some models (``qwen2``), which splits texts in another way than ``tokenizer.json`` says.
+    If ``tokenizer_config.json`` names the generic class, the tokenizer is of this class and follows
+    ``tokenizer.json``. For some models (``qwen2``) ``AutoTokenizer`` would choose the model's own class,
+    which may split texts otherwise.
 
     Raises:
         OSError, ValueError: there is none.

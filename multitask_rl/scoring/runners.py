@@ -198,10 +198,11 @@ class LocalRunner(Runner):
         return [""] * len(rollouts)
 
     def _begin(self, function: Callable[P, T], *args: P.args, **keywords: P.kwargs) -> Future[T]:
-        """Call ``function`` in a thread that ends with the call.
+        """Call ``function`` in a new thread, which ends when the call returns.
 
-        OpenMP keeps the helpers of each thread that used torch. With more of them than cores, all threads
-        sleep between two operations instead of spinning: the sampling that followed had 0.6 of its speed.
+        Each thread that uses torch has helper threads of OpenMP, which live as long as it does. If there are
+        more helpers than cores, they sleep after each operation instead of spinning: sampling that came
+        after such calls had 0.6 of its speed (``benchmarks/local_models.py``).
         """
         answer = Future[T]()
 
